@@ -1,0 +1,106 @@
+"""Settings of the streaming engine: one dataclass, checked when it is made."""
+
+from dataclasses import dataclass
+
+COMPUTE_DTYPES = ("bfloat16", "float32")
+GRAD_DTYPES = ("auto", "bfloat16", "float32")
+ATTENTION_IMPLEMENTATIONS = ("auto", "sdpa", "varlen", "flash_attention_2")
+OPTIMIZER_BACKENDS = ("auto", "deepspeed", "torch")
+
+
+@dataclass
+class StreamingConfig:
+    """How the streaming engine runs. No field changes what is computed, except the two dtypes and the seed.
+
+    Raises:
+        ValueError: a value outside its range; the message names the field and what it may be.
+    """
+
+    # Type of the weights on the device. bfloat16 keeps the FP32 master as two 16-bit halves on the host;
+    # float32 keeps and streams the master itself (what CPU runs and exactness tests use).
+    dtype: str = "bfloat16"
+    # Type of the gradient that waits on the host for AdamW. "auto" is the compute dtype: 2 bytes/parameter less
+    # than float32. Adding gradients over several `forward_backward` calls needs float32: bfloat16 loses small terms.
+    grad_dtype: str = "auto"
+    # Keep the input of every K-th layer; the backward pass walks K layers again from it. 1 is the fastest: with K > 1
+    # layer weights cross PCIe three times instead of two, for 1/K of the activation memory.
+    checkpoint_interval: int = 1
+    # Pinned host slabs through which gradients pass when they are added on the host. 4 keep the copy engine busy.
+    num_grad_slabs: int = 4
+    # Longest sequence accepted, in tokens. None: the model's max_position_embeddings.
+    max_seq_len: int | None = None
+    # "auto" takes SDPA for rows of equal length and a variable-length kernel for packed rows on CUDA;
+    # the other names force one kernel. On CPU every choice but flash_attention_2 runs SDPA row by row.
+    attn_implementation: str = "auto"
+    # Tokens per chunk of the token head, whose peak memory is about 10 bytes x chunk x vocabulary.
+    head_chunk_tokens: int = 1024
+    # Host AdamW kernel. "auto": DeepSpeed's CPUAdam, or torch's fused AdamW with one warning if it cannot be built.
+    optimizer_backend: str = "auto"
+    # Threads of the host optimizer. None: the cores this process may use (sched_getaffinity), whatever
+    # OMP_NUM_THREADS says (Ray and torchrun set it to 1).
+    cpu_threads: int | None = None
+    # Host memory that may be used, in GiB. None: what the kernel and the cgroup report as available. Set it on
+    # virtual machines whose memory grows with use and that therefore report too little.
+    host_memory_gb: float | None = None
+    # Allocate the arenas as memfd pages that other processes can map, instead of private huge pages.
+    shared_memory: bool = False
+    # Seed of the dropout masks (keyed by step, micro-batch and layer).
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, COMPUTE_DTYPES)
+        _one_of("grad_dtype", self.grad_dtype, GRAD_DTYPES)
+        _one_of("attn_implementation", self.attn_implementation, ATTENTION_IMPLEMENTATIONS)
+        _one_of("optimizer_backend", self.optimizer_backend, OPTIMIZER_BACKENDS)
+        _at_least("checkpoint_interval", self.checkpoint_interval, 1)
+        _at_least("num_grad_slabs", self.num_grad_slabs, 1)
+        _at_least("head_chunk_tokens", self.head_chunk_tokens, 1)
+        if self.max_seq_len is not None:
+            _at_least("max_seq_len", self.max_seq_len, 1)
+        if self.cpu_threads is not None:
+            _at_least("cpu_threads", self.cpu_threads, 1)
+        if self.host_memory_gb is not None and not self.host_memory_gb > 0:
+            raise ValueError(f"host_memory_gb must be positive, got {self.host_memory_gb}")
+        if self.dtype == "float32" and self.grad_dtype == "bfloat16":
+            raise ValueError("grad_dtype=bfloat16 with dtype=float32 would round exact gradients; use grad_dtype=auto")
+
+
+@dataclass
+class AdamWConfig:
+    """AdamW with decoupled weight decay; field names as in `torch.optim.AdamW`.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    # Largest global gradient norm; larger gradients are scaled down to it. None never clips.
+    clip_grad: float | None = 1.0
+    # Decay every parameter (as torch does) or leave out one-dimensional ones: norms and biases.
+    decay_norms_and_biases: bool = True
+
+    def __post_init__(self) -> None:
+        self.betas = (float(self.betas[0]), float(self.betas[1]))
+        if not self.lr >= 0:
+            raise ValueError(f"lr must be >= 0, got {self.lr}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+        if not self.eps > 0:
+            raise ValueError(f"eps must be positive, got {self.eps}")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay must be >= 0, got {self.weight_decay}")
+        if self.clip_grad is not None and not self.clip_grad > 0:
+            raise ValueError(f"clip_grad must be positive or null, got {self.clip_grad}")
+
+
+def _one_of(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _at_least(field: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{field} must be a whole number >= {least}, got {value!r}")

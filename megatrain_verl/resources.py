@@ -1,0 +1,153 @@
+"""What the engine needs of the host, against what the host has: checked before anything is allocated."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatrain_verl.config import StreamingConfig
+from megatrain_verl.streaming.gradients import SLAB_ELEMENTS
+from megatrain_verl.streaming.host_adamw import chunk_size, usable_cores
+from megatrain_verl.streaming.host_store import arena_dtypes
+from megatrain_verl.streaming.model_plan import ModelPlan
+
+GIB = 1 << 30
+# What the process grows by, beyond the bytes of the plan, while it trains: allocator, queues, page tables.
+MARGIN = 1.05
+# File names of the limit and the usage, and the keys of page cache in memory.stat, for cgroup v2 and v1.
+CGROUP_V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """Bytes of host memory by kind: those of `arena_dtypes`, and `staging` (gradient slabs, AdamW's scratch)."""
+
+    bytes_by_kind: dict[str, int]
+    parameters: int
+
+    @classmethod
+    def of(cls, plan: ModelPlan, config: StreamingConfig, *, trainable: bool, reference: bool) -> "HostPlan":
+        """The memory of an engine on `plan`; `reference`: it keeps a reference policy beside the trained weights."""
+        dtypes = arena_dtypes(config, trainable=trainable, reference=reference)
+        elements = sum(unit.numel for unit in plan.units)
+        sizes = {kind: elements * dtype.itemsize for kind, dtype in dtypes.items()}
+        if trainable:
+            sizes["staging"] = 2 * 4 * chunk_size(config.cpu_threads or usable_cores())
+            if dtypes["grad"] is torch.float32:  # only then can gradients be added on the host, through slabs
+                slab = 4 * min(SLAB_ELEMENTS, max(unit.numel for unit in plan.units))
+                sizes["staging"] += config.num_grad_slabs * slab
+        return cls(sizes, plan.num_parameters)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.bytes_by_kind.values())
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Host bytes per parameter of the model."""
+        return self.total / self.parameters
+
+    def table(self) -> str:
+        """One line per kind, in GiB, and the total."""
+        lines = [f"  {kind:<12}{nbytes / GIB:>10.2f} GiB" for kind, nbytes in self.bytes_by_kind.items()]
+        total = f"  {'total':<12}{self.total / GIB:>10.2f} GiB  ({self.bytes_per_parameter:.1f} bytes/parameter)"
+        return "\n".join([*lines, total])
+
+
+def check_host_memory(plan: HostPlan, config: StreamingConfig) -> None:
+    """Refuse an engine that does not fit into host memory.
+
+    Raises:
+        ValueError: the plan by kind, what is available and who says so, and what to lower.
+    """
+    if config.host_memory_gb is not None:
+        available, source = int(config.host_memory_gb * GIB), "host_memory_gb"
+    else:
+        available, source = available_host_memory()
+    needed = plan.total * MARGIN
+    if needed <= available:
+        return
+    raise ValueError(
+        f"{plan.parameters:,} parameters need {needed / GIB:.2f} GiB of host memory (the plan and 5%), "
+        f"{available / GIB:.2f} GiB are available ({source}):\n{plan.table()}\nWhat helps:\n"
+        + "\n".join(f"  - {remedy}" for remedy in _remedies(plan, config))
+    )
+
+
+def available_host_memory(
+    meminfo: str = "/proc/meminfo", cgroup_root: str = "/sys/fs/cgroup", own_cgroup: str = "/proc/self/cgroup"
+) -> tuple[int, str]:
+    """(bytes, who says so): the least of MemAvailable and the room under each memory limit of this process's cgroups.
+
+    Page cache that the kernel can drop does not count as used.
+    """
+    fields = dict(line.split(":") for line in Path(meminfo).read_text().splitlines())
+    kib = int(fields["MemAvailable"].split()[0])
+    return min([(kib * 1024, f"MemAvailable in {meminfo}"), *_cgroup_rooms(Path(cgroup_root), Path(own_cgroup))])
+
+
+def check_shared_memory(nbytes: int, path: str = "/dev/shm") -> None:
+    """Refuse to start where `path` cannot take the `nbytes` through which weights go to the rollout.
+
+    Writing to a shared-memory file that has no room would kill the process (SIGBUS), without a message.
+
+    Raises:
+        ValueError: what is needed, what is free, and how to enlarge it.
+    """
+    if not os.path.isdir(path):
+        raise ValueError(f"{path} does not exist; the weight transfer to the rollout needs shared memory there")
+    usage = os.statvfs(path)
+    free = usage.f_bavail * usage.f_frsize
+    if nbytes > free:
+        raise ValueError(
+            f"the weight transfer to the rollout needs {nbytes / 2**20:.0f} MiB of shared memory, {path} has "
+            f"{free / 2**20:.0f} MiB free: start the container with a larger one (docker run --shm-size=8g; in "
+            "Kubernetes an emptyDir volume with medium: Memory), or remove what other programs left there"
+        )
+
+
+def _remedies(plan: HostPlan, config: StreamingConfig) -> Iterator[str]:
+    sizes = plan.bytes_by_kind
+    if "reference" in sizes:
+        yield f"train without a KL term, hence without a reference policy: {sizes['reference'] / GIB:.2f} GiB less"
+    if config.dtype == "float32":
+        yield "dtype=bfloat16, which keeps the same float32 master weights"
+    elif config.grad_dtype == "float32" and "grad" in sizes:
+        yield f"grad_dtype=bfloat16: {(sizes['grad'] / 2 + sizes['staging']) / GIB:.2f} GiB less"
+    yield "a smaller model, or a host or container with more memory"
+    if config.host_memory_gb is None:
+        yield "on a virtual machine whose memory grows with use: host_memory_gb=<what it can really give>"
+
+
+def _cgroup_rooms(root: Path, own_cgroup: Path) -> Iterator[tuple[int, str]]:
+    """Room under every memory limit that applies to this process: its cgroup's and those of the groups above it."""
+    if not own_cgroup.is_file():
+        return
+    for line in own_cgroup.read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            base, names = root, CGROUP_V2
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", CGROUP_V1
+        else:
+            continue
+        # In a container without its own cgroup namespace `group` is a path of the host, which does not exist here;
+        # the container's group is then mounted at `base`.
+        folder = base / group.strip("/")
+        while folder.is_relative_to(base):
+            yield from _cgroup_room(folder, *names)
+            folder = folder.parent
+
+
+def _cgroup_room(folder: Path, limit: str, usage: str, cache_keys: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    if not (folder / limit).is_file() or (folder / limit).read_text().strip() == "max":
+        return
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    cache = sum(int(stat.get(key, 0)) for key in cache_keys)
+    limit_bytes = int((folder / limit).read_text())
+    used = int((folder / usage).read_text()) - cache
+    yield limit_bytes - used, f"limit of {limit_bytes / GIB:.2f} GiB in {folder / limit}"

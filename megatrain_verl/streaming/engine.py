@@ -1,0 +1,299 @@
+"""The streaming engine: one training step, layer by layer over all of its micro-batches.
+
+    engine.zero_grad()
+    engine.forward_backward(micro_batches, loss_fn)     forward: each weight crosses to the device once;
+                                                        backward: once more, and each gradient crosses back once
+    norm = engine.optimizer_step()                      starts AdamW on the host; units are updated in forward order
+    engine.forward(micro_batches)                       waits for each unit as it comes to it
+
+The order inside the two passes is in `layer_major.py`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megatrain_verl.config import AdamWConfig, StreamingConfig
+from megatrain_verl.resources import HostPlan, check_host_memory
+from megatrain_verl.streaming import checkpoint, weight_files
+from megatrain_verl.streaming.attention import check_available
+from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs
+from megatrain_verl.streaming.device_batch import to_device
+from megatrain_verl.streaming.device_ring import DeviceRing, TransferCounters
+from megatrain_verl.streaming.gradients import GradientPath
+from megatrain_verl.streaming.host_adamw import AdamWStep, HostAdamW
+from megatrain_verl.streaming.host_store import DTYPES, ParameterState, UnitState
+from megatrain_verl.streaming.layer_major import LayerMajorPass, LossFunction
+from megatrain_verl.streaming.model_plan import plan_model
+from megatrain_verl.streaming.streams import DeviceStreams, Event, Streams
+from megatrain_verl.streaming.token_head import TokenHead
+
+
+class StreamingEngine:
+    """Full-parameter training of a model whose weights and Adam state live in host memory.
+
+    Args:
+        model_config: Hugging Face config of a supported decoder-only model.
+        config: how the engine runs.
+        optimizer: AdamW settings; None makes a forward-only engine, which keeps nothing but the weights.
+        device: "cuda" or "cpu".
+        keep_reference: keep the weights as first loaded for `reference_weights`.
+        streams: the queues of work; the device's own by default.
+
+    Raises:
+        ValueError: an unsupported model or option, or too little host memory; before anything is allocated.
+    """
+
+    def __init__(
+        self,
+        model_config: PretrainedConfig,
+        config: StreamingConfig,
+        optimizer: AdamWConfig | None,
+        *,
+        device: str,
+        keep_reference: bool = False,
+        streams: Streams | None = None,
+    ) -> None:
+        check_available(config.attn_implementation, config.dtype, device)
+        self.config, self.model_config, self.device = config, model_config, device
+        self.plan = plan_model(model_config)
+        trainable = optimizer is not None
+        self.host_plan = HostPlan.of(self.plan, config, trainable=trainable, reference=keep_reference)
+        check_host_memory(self.host_plan, config)
+
+        self.state = ParameterState.allocate(
+            self.plan, config, trainable=trainable, reference=keep_reference, register=device == "cuda"
+        )
+        self.streams = streams or DeviceStreams(device)
+        self.counters = TransferCounters()
+        self._ring: DeviceRing | None = None
+        self._keeps_reference, self._reads_reference = keep_reference, False
+        self._adamw_config = optimizer
+        self._updated: dict[str, Event] = {}  # unit -> mark behind its last AdamW
+        self.step_count = 0
+        self._calls = 0  # forward_backward calls since the gradients were zeroed
+        if trainable:
+            self._adamw = HostAdamW(config.optimizer_backend, config.cpu_threads)
+            self._gradients = GradientPath(self.plan, self.state, self.streams, self.counters, config.num_grad_slabs)
+
+    # ------------------------------------------------------------------------------------------------- a step
+
+    def forward(
+        self, micro_batches: list[MicroBatch], *, entropy: bool = False, sum_pi_squared: bool = False
+    ) -> list[TokenOutputs]:
+        """Scores of `micro_batches` in evaluation mode, without gradient; tensors on the engine's device."""
+        with self._released_on_error():
+            run = self._start(micro_batches, training=False)
+            run.score(entropy=entropy, sum_pi_squared=sum_pi_squared)
+            self.streams.host_wait(self.streams.compute.record(), "outputs computed")
+        return run.outputs
+
+    def forward_backward(
+        self,
+        micro_batches: list[MicroBatch],
+        loss_fn: LossFunction,
+        *,
+        entropy: bool = False,
+        sum_pi_squared: bool = False,
+    ) -> list[TokenOutputs]:
+        """Add the gradient of the sum over i of `loss_fn(i, outputs_i)`; returns the outputs, detached.
+
+        `loss_fn` gets the number of a micro-batch and its outputs, whose `log_probs` and `entropy` require gradient,
+        and returns a scalar. It is called once per micro-batch, in order. A loss that requires no gradient adds none.
+        """
+        if self._adamw_config is None:
+            raise ValueError("this engine is forward-only: it was made without an optimizer")
+        with self._released_on_error():
+            run = self._start(micro_batches, training=True)
+            self._gradients.acquire_device(self.device)
+            interval = self.config.checkpoint_interval
+            run.forward_backward(loss_fn, self._gradients, interval, entropy=entropy, sum_pi_squared=sum_pi_squared)
+            self._gradients.end_call()
+            self._calls += 1
+            self.streams.host_wait(self.streams.compute.record(), "outputs computed")
+        return run.outputs
+
+    def _start(self, micro_batches: list[MicroBatch], *, training: bool) -> LayerMajorPass:
+        for batch in micro_batches:
+            self._check(batch)
+        self.acquire_device()
+        self._ring.train(training)
+        dtype, attention = DTYPES[self.config.dtype], self.config.attn_implementation
+        return LayerMajorPass(
+            self.plan,
+            self.state,
+            self.streams,
+            self._ring,
+            self._token_head,
+            self._load,
+            [partial(to_device, batch, self._rotary, dtype, self.device, attention) for batch in micro_batches],
+            (self.config.seed, self.step_count, self._calls) if training and self.plan.has_dropout() else None,
+            self.device,
+        )
+
+    def _load(self, unit: UnitState) -> None:
+        """Start the transfer of a unit's weights, which waits for that unit's AdamW, and for no other's."""
+        self._wait_updated(unit)
+        self._ring.load(unit.plan, unit.source(reference=self._reads_reference))
+
+    def _check(self, batch: MicroBatch) -> None:
+        longest, limit = max(batch.row_lengths), self.config.max_seq_len or self.model_config.max_position_embeddings
+        if longest > limit:
+            raise ValueError(f"a row of {longest} tokens is longer than max_seq_len ({limit}); shorten it or raise it")
+        low, high = batch.input_ids.min().item(), batch.input_ids.max().item()
+        if low < 0 or high >= self.model_config.vocab_size:
+            raise ValueError(f"token ids {low} .. {high} lie outside the vocabulary of {self.model_config.vocab_size}")
+
+    def zero_grad(self) -> None:
+        """Forget the gradients. A pending AdamW still reads them."""
+        self._gradients.zero()
+        self._calls = 0
+
+    def optimizer_step(self, lr: float | None = None) -> float:
+        """Start AdamW on every unit, in forward order, and return the global gradient norm before clipping.
+
+        Learning rate (`lr`, or the config's), betas, decay, step number and clip factor are those of this call, however
+        much later a unit is updated. If the norm is not finite, nothing changes and the step is not counted.
+
+        Raises:
+            RuntimeError: an earlier update failed; names the unit.
+        """
+        self._gradients.wait_landed()
+        norm = self._gradients.norm()
+        if not math.isfinite(norm):
+            return norm
+        settings = self._adamw_config
+        clip = settings.clip_grad
+        self.step_count += 1
+        step = AdamWStep(
+            lr=settings.lr if lr is None else lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            step=self.step_count,
+            # The same formula as torch.nn.utils.clip_grad_norm_.
+            grad_scale=1.0 if clip is None else min(1.0, clip / (norm + 1e-6)),
+            decay_norms_and_biases=settings.decay_norms_and_biases,
+        )
+        for unit in self.state.units:
+            self.streams.optimizer.run(partial(self._update, unit, step))
+            self._updated[unit.plan.name] = self.streams.optimizer.record()
+        return norm
+
+    def _update(self, unit: UnitState, step: AdamWStep) -> None:
+        try:
+            self._adamw.update(unit, step)
+        except Exception as error:
+            raise RuntimeError(f"AdamW of {unit.plan.name} failed in step {step.step}: {error}") from error
+
+    def _wait_updated(self, unit: UnitState) -> None:
+        if unit.plan.name in self._updated:
+            self.streams.host_wait(self._updated[unit.plan.name], "weights updated")
+
+    # ------------------------------------------------------------------------------------------------ weights
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, a tied matrix counted once."""
+        return self.plan.num_parameters
+
+    def load_weights(self, source: str | Path | Iterable[tuple[str, Tensor]]) -> None:
+        """Fill the master weights from a folder of safetensors or from (Hugging Face name, tensor) pairs.
+
+        Raises:
+            ValueError: a missing, unknown, repeated or differently shaped tensor; see `weight_files.load_into`.
+        """
+        weight_files.load_into(self.state, self.plan, source)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, weight in the compute dtype) in forward order; views of the host arenas, tied once.
+
+        Waits for the AdamW of each unit as it comes to it, and for no other.
+        """
+        for unit in self.state.units:
+            self._wait_updated(unit)
+            for span in unit.plan.spans:
+                yield span.name, unit.view(unit.weight, span)
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Inside, `forward` reads the reference policy's weights: a pointer swap, nothing is copied."""
+        if not self._keeps_reference:
+            raise ValueError("this engine keeps no reference: make it with keep_reference=True")
+        self._reads_reference = True
+        try:
+            yield
+        finally:
+            self._reads_reference = False
+
+    def save(self, folder: str | Path, meta: dict[str, object] | None = None) -> None:
+        """Write masters, moments and step count to `folder`, unit by unit, bit for bit."""
+        state = {"step_count": self.step_count, **(meta or {})}
+        checkpoint.save_state(folder, self.plan, self.state, state, self._wait_updated)
+
+    def load(self, folder: str | Path) -> dict[str, object]:
+        """Restore what `save` wrote and return its `meta`; the reference stays what it was before.
+
+        Raises:
+            ValueError: a checkpoint of another model or an incomplete one; before anything is overwritten.
+        """
+        for unit in self.state.units:
+            self._wait_updated(unit)
+        meta = checkpoint.load_state(folder, self.plan, self.state)
+        self.step_count = int(meta["step_count"])
+        self.zero_grad()
+        return meta
+
+    # ----------------------------------------------------------------------------------------- device and end
+
+    def acquire_device(self) -> None:
+        """Allocate the weight slots on the device; `forward` and `forward_backward` do it when needed."""
+        if self._ring is not None:
+            return
+        self._ring = DeviceRing(self.plan, self.streams, self.counters, self.device, DTYPES[self.config.dtype])
+        self._token_head = TokenHead(self._ring.norm, self._ring.head_weight, self.config.head_chunk_tokens)
+        self._rotary = type(self.plan.rotary)(config=self.plan.config, device=self.device)
+        if self.device == "cuda":
+            torch.cuda.current_stream().synchronize()  # the buffers are zeroed before other streams touch them
+
+    def release_device(self) -> None:
+        """Wait for the device and free everything on it. Gradients that are on the host stay."""
+        if self._ring is None:
+            return
+        for queue in (self.streams.weight, self.streams.compute, self.streams.grad, self.streams.adder):
+            self.streams.host_wait(queue.record(), "device idle")
+        self._free_device()
+
+    def close(self) -> None:
+        """Wait for pending work and release all memory. The engine cannot be used afterwards."""
+        self.release_device()
+        self.streams.close()
+        if self._adamw_config is not None:
+            self._gradients.close()
+            self._adamw.close()
+        self.state.close()
+
+    def _free_device(self) -> None:
+        self._ring = self._token_head = self._rotary = None
+        if self._adamw_config is not None:
+            self._gradients.release_device()
+        if self.device == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # 32 MiB per stream that torch never frees by itself
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def _released_on_error(self) -> Iterator[None]:
+        """A pass that fails in the middle leaves half-used slots: drop them, and the gradients it did not finish."""
+        try:
+            yield
+        except BaseException:
+            if self._adamw_config is not None:
+                self.zero_grad()
+            self._free_device()
+            raise

@@ -1,0 +1,187 @@
+"""Gradients on their way to the host: FP32 accumulators on the device, the transfer, and the global norm.
+
+The micro-batches of a step add up in a unit's accumulator, in FP32. When the unit is done, its sum of squares is
+taken on the device and the gradient goes to its host arena. If the arena already holds the gradient of an earlier
+call, the new one goes through a pool of pinned slabs instead, a host thread adds each slab to the arena, and the
+norm is taken on the host after the last addition.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatrain_verl.streaming.device_ring import TransferCounters
+from megatrain_verl.streaming.host_memory import HostBuffer
+from megatrain_verl.streaming.host_store import ParameterState, UnitState
+from megatrain_verl.streaming.model_plan import ModelPlan
+from megatrain_verl.streaming.streams import Event, Streams
+
+STAGING_ELEMENTS = 32 << 20  # converted and sent at a time: converting is 20 times faster than sending
+SLAB_ELEMENTS = 16 << 20
+
+
+@dataclass
+class Accumulator:
+    """A float32 buffer on the device for the gradient of one unit. `free`: its last content has left."""
+
+    name: str
+    buffer: Tensor
+    free: Event | None = None
+
+
+@dataclass
+class Slab:
+    """A float32 buffer on the host between device and arena. `free`: its last content has been added."""
+
+    name: str
+    host: HostBuffer
+    free: Event | None = None
+
+
+class GradientPath:
+    """Accumulators, transfer and norm of all gradients of one engine.
+
+    `begin` a unit, add to its accumulator on the compute stream, `finish` it; `end_call` after the last unit. Host
+    state outlives `release_device`.
+    """
+
+    def __init__(
+        self, plan: ModelPlan, state: ParameterState, streams: Streams, counters: TransferCounters, num_slabs: int
+    ) -> None:
+        self._plan, self._state, self._streams, self._counters = plan, state, streams, counters
+        self._num_slabs = num_slabs
+        self._position = {unit.plan.name: position for position, unit in enumerate(state.units)}
+        self._slabs: list[Slab] = []
+        self._slab_uses = 0
+        # Do the arenas hold gradients that were neither zeroed nor used, and were some added on the host?
+        self.pending = False
+        self._added_on_host = False
+        self._landed: Event | None = None
+        self._on_device = False
+
+    def acquire_device(self, device: str) -> None:
+        """Allocate the float32 accumulators (two layers, and the larger of embedding and head) and a staging buffer."""
+        if self._on_device:
+            return
+        largest = max(unit.numel for unit in self._plan.layers)
+        edge = max(self._plan.embedding.numel, self._plan.head.numel)
+        names = {"layer accumulator 0": largest, "layer accumulator 1": largest, "edge accumulator": edge}
+        *self._layers, self._edge = (
+            Accumulator(name, torch.zeros(numel, device=device)) for name, numel in names.items()
+        )
+        dtype = self._state.units[0].grad.dtype
+        converted = 0 if dtype is torch.float32 else min(STAGING_ELEMENTS, max(largest, edge))
+        self._staging = torch.empty(converted, dtype=dtype, device=device)
+        self._squares = torch.zeros(len(self._state.units), dtype=torch.float64, device=device)
+        self._register = device == "cuda"
+        self._visits = 0
+        if device == "cuda":
+            torch.cuda.current_stream().synchronize()  # the buffers are zeroed before other streams touch them
+        self._on_device = True
+
+    def release_device(self) -> None:
+        """Drop what `acquire_device` allocated, once the device is done with it; keep the norm."""
+        if self._on_device:
+            self._squares = self._squares.cpu()
+            del self._layers, self._edge, self._staging
+            self._on_device = False
+
+    def begin(self, unit: UnitState) -> Accumulator:
+        """A zeroed accumulator for `unit`; the compute stream waits until its last content has left."""
+        if unit.plan.structure is None:
+            accumulator = self._edge
+        else:
+            accumulator = self._layers[self._visits % len(self._layers)]
+            self._visits += 1
+        if accumulator.free is not None:
+            self._streams.compute.wait(accumulator.free, f"{accumulator.name} free")
+        self._streams.compute.run(accumulator.buffer.zero_)
+        return accumulator
+
+    def finish(self, unit: UnitState, accumulator: Accumulator) -> None:
+        """Send the complete gradient of `unit` to the host."""
+        gradient = accumulator.buffer[: unit.plan.numel]
+        square = self._squares[self._position[unit.plan.name]]
+        self._streams.compute.run(partial(_sum_of_squares, gradient, square))
+        self._streams.grad.wait(self._streams.compute.record(), f"{accumulator.name} complete")
+        if self.pending:
+            self._send_through_slabs(gradient, unit.grad)
+        else:
+            self._streams.grad.run(partial(_send, gradient, unit.grad, self._staging))
+        accumulator.free = self._streams.grad.record()
+        self._counters.d2h_bytes += unit.grad.nbytes
+
+    def end_call(self) -> None:
+        """All units of one forward and backward pass have been finished."""
+        self._landed = (self._streams.adder if self.pending else self._streams.grad).record()
+        self._added_on_host = self.pending
+        self.pending = True
+
+    def zero(self) -> None:
+        """Forget the gradients: the next ones replace them. Touches no memory, so a pending AdamW still reads them."""
+        self.pending = False
+        self._added_on_host = False
+
+    def wait_landed(self) -> None:
+        """Block until the gradients are on the host."""
+        if self._landed is not None:
+            self._streams.host_wait(self._landed, "gradients on the host")
+            self._landed = None
+
+    def norm(self) -> float:
+        """Global L2 norm of the gradients on the host, after `wait_landed`."""
+        if not self._added_on_host:
+            return math.sqrt(self._squares.sum().item())
+        squares = (torch.linalg.vector_norm(unit.grad, dtype=torch.float64).square() for unit in self._state.units)
+        return math.sqrt(sum(square.item() for square in squares))
+
+    def close(self) -> None:
+        """Release the slabs."""
+        for slab in self._slabs:
+            slab.host.close()
+        self._slabs = []
+
+    def _send_through_slabs(self, gradient: Tensor, arena: Tensor) -> None:
+        if arena.dtype is not torch.float32:
+            raise ValueError(
+                "gradients of several forward_backward calls are added on the host, which loses small terms in "
+                f"{arena.dtype}: set grad_dtype=float32, or call zero_grad before each forward_backward"
+            )
+        grad, adder = self._streams.grad, self._streams.adder
+        slabs = self._slabs or self._allocate_slabs()
+        for start in range(0, gradient.numel(), SLAB_ELEMENTS):
+            part = gradient[start : start + SLAB_ELEMENTS]
+            slab = slabs[self._slab_uses % len(slabs)]
+            self._slab_uses += 1
+            landing = slab.host.view(torch.float32)[: part.numel()]
+            if slab.free is not None:
+                grad.wait(slab.free, f"{slab.name} free")
+            grad.run(partial(landing.copy_, part, non_blocking=True))
+            adder.wait(grad.record(), f"{slab.name} filled")
+            adder.run(partial(arena[start : start + part.numel()].add_, landing))
+            slab.free = adder.record()
+
+    def _allocate_slabs(self) -> list[Slab]:
+        size = 4 * min(SLAB_ELEMENTS, max(unit.plan.numel for unit in self._state.units))
+        for index in range(self._num_slabs):
+            name = f"gradient slab {index}"
+            self._slabs.append(Slab(name, HostBuffer(size, name, shared=False, register=self._register)))
+        return self._slabs
+
+
+def _sum_of_squares(gradient: Tensor, out: Tensor) -> None:
+    out.copy_(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+
+
+def _send(gradient: Tensor, arena: Tensor, staging: Tensor) -> None:
+    """Copy `gradient` (float32, device) to `arena` (host), converted on the device if the arena's type is narrower."""
+    if staging.numel() == 0:
+        arena.copy_(gradient, non_blocking=True)
+        return
+    for start in range(0, gradient.numel(), staging.numel()):
+        part = gradient[start : start + staging.numel()]
+        converted = staging[: part.numel()].copy_(part)
+        arena[start : start + part.numel()].copy_(converted, non_blocking=True)

@@ -1,0 +1,134 @@
+"""Parameters, gradients and Adam state of the whole model in host memory: flat arenas, one per unit and kind."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatrain_verl.config import StreamingConfig
+from megatrain_verl.streaming.host_memory import HostBuffer
+from megatrain_verl.streaming.master_weights import join_master, split_master
+from megatrain_verl.streaming.model_plan import ModelPlan, ParameterSpan, UnitPlan
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+SPLIT_CHUNK = 4 << 20  # elements converted at a time, so that loading needs no FP32 copy of a large tensor
+
+
+def arena_dtypes(config: StreamingConfig, *, trainable: bool, reference: bool) -> dict[str, torch.dtype]:
+    """Kind of arena -> element type, for one unit. The sum of the element sizes is the host bytes per parameter.
+
+    `weight` is the tensor that is streamed and exported: the bfloat16 high half of the master, or in float32 mode the
+    master itself. A forward-only engine has nothing else.
+    """
+    compute = DTYPES[config.dtype]
+    kinds = {"weight": compute}
+    if trainable:
+        if compute is torch.bfloat16:
+            kinds["low"] = torch.int16
+        kinds["exp_avg"] = kinds["exp_avg_sq"] = torch.float32
+        kinds["grad"] = compute if config.grad_dtype == "auto" else DTYPES[config.grad_dtype]
+        if reference:
+            kinds["reference"] = compute
+    return kinds
+
+
+@dataclass
+class UnitState:
+    """The arenas of one unit, each flat with `plan.numel` elements; `None` where the engine does not keep the kind."""
+
+    plan: UnitPlan
+    weight: Tensor
+    low: Tensor | None = None
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
+    grad: Tensor | None = None
+    reference: Tensor | None = None
+    # Until the first change of the weights the reference equals them, and `reference` holds nothing yet.
+    reference_filled: bool = False
+
+    def view(self, arena: Tensor, span: ParameterSpan) -> Tensor:
+        """The part of `arena` that belongs to one parameter, in the parameter's shape."""
+        return arena[span.offset : span.offset + span.numel].view(span.shape)
+
+    def write(self, span: ParameterSpan, value: Tensor) -> None:
+        """Set the master of one parameter from `value` (its shape, any float dtype, on the CPU)."""
+        flat, end = value.reshape(-1), span.numel
+        for start in range(0, end, SPLIT_CHUNK):
+            part = flat[start : min(start + SPLIT_CHUNK, end)]
+            where = slice(span.offset + start, span.offset + start + part.numel())
+            if self.low is None:
+                self.weight[where].copy_(part)
+            else:
+                split_master(part.to(torch.float32), self.weight[where], self.low[where])
+
+    def master(self, start: int = 0, end: int | None = None) -> Tensor:
+        """A float32 copy of elements [start, end) of the master weights (in a forward-only engine: of the weights)."""
+        if self.low is None:
+            return self.weight[start:end].to(torch.float32, copy=True)
+        return join_master(self.weight[start:end], self.low[start:end])
+
+    def keep_reference(self) -> None:
+        """Copy the weights to the reference arena, once; called before anything changes them."""
+        if self.reference is not None and not self.reference_filled:
+            self.reference.copy_(self.weight)
+            self.reference_filled = True
+
+    def source(self, *, reference: bool) -> Tensor:
+        """What the weight stream reads: the weights, or the reference policy's."""
+        if reference and self.reference is not None and self.reference_filled:
+            return self.reference
+        return self.weight
+
+
+@dataclass
+class ParameterState:
+    """All arenas of a model. `units` is in forward order, the order in which everything walks them."""
+
+    units: list[UnitState] = field(default_factory=list)
+    _buffers: list[HostBuffer] = field(default_factory=list)
+
+    @classmethod
+    def allocate(
+        cls, plan: ModelPlan, config: StreamingConfig, *, trainable: bool, reference: bool, register: bool
+    ) -> "ParameterState":
+        """Zeroed arenas for every unit of `plan`; page-locked for CUDA if `register`.
+
+        Raises:
+            MemoryError: see `HostBuffer`; what was allocated before is released.
+        """
+        state = cls()
+        kinds = arena_dtypes(config, trainable=trainable, reference=reference)
+        try:
+            for unit in plan.units:
+                arenas = {}
+                for kind, dtype in kinds.items():
+                    label = f"{unit.name}.{kind}"
+                    buffer = HostBuffer(
+                        unit.numel * dtype.itemsize, label, shared=config.shared_memory, register=register
+                    )
+                    state._buffers.append(buffer)
+                    arenas[kind] = buffer.view(dtype)
+                state.units.append(UnitState(unit, **arenas))
+        except BaseException:
+            state.close()
+            raise
+        return state
+
+    def parameters(self) -> Iterator[tuple[UnitState, ParameterSpan]]:
+        """Every parameter once, in forward order."""
+        for unit in self.units:
+            for span in unit.plan.spans:
+                yield unit, span
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def close(self) -> None:
+        """Release all arenas."""
+        self.units = []
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers = []

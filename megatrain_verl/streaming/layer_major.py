@@ -1,0 +1,228 @@
+"""One pass over the model in layer-major order: all micro-batches go through a unit before the next unit comes.
+
+    forward    embedding, layers 0 .. n-1, head            each weight crosses to the device once
+    backward   head, layers n-1 .. 0, embedding            layer weights once more, each gradient once to the host
+
+A layer's visit in the backward pass recomputes it from its kept input and runs its backward, for every micro-batch.
+Work is appended to the streams in this order; what is named `_do_…` is such work and runs on the compute stream,
+where it finds the tensors that the work before it left in the lists of the pass.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatrain_verl.streaming.activations import ActivationStore
+from megatrain_verl.streaming.batch import TokenOutputs
+from megatrain_verl.streaming.device_batch import DeviceBatch
+from megatrain_verl.streaming.device_ring import DeviceRing, views
+from megatrain_verl.streaming.dropout import dropout_seed, seeded
+from megatrain_verl.streaming.gradients import Accumulator, GradientPath
+from megatrain_verl.streaming.host_store import ParameterState, UnitState
+from megatrain_verl.streaming.model_plan import ModelPlan
+from megatrain_verl.streaming.streams import Streams
+from megatrain_verl.streaming.token_head import TokenHead
+
+LossFunction = Callable[[int, TokenOutputs], Tensor]
+
+
+class LayerMajorPass:
+    """The state of one pass: what goes from unit to unit.
+
+    Args:
+        plan, state: the model and its host arenas.
+        streams, ring, head: the queues and the device's buffers.
+        load: starts the transfer of a unit's weights.
+        prepare: for each micro-batch, work that makes its `DeviceBatch`.
+        dropout_key: names the dropout masks of this pass, see `dropout_seed`; None where nothing is drawn.
+        device: "cuda" or "cpu".
+    """
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        state: ParameterState,
+        streams: Streams,
+        ring: DeviceRing,
+        head: TokenHead,
+        load: Callable[[UnitState], None],
+        prepare: list[Callable[[], DeviceBatch]],
+        dropout_key: tuple[int, int, int] | None,
+        device: str,
+    ) -> None:
+        self._tied, self._streams, self._ring, self._token_head = plan.tied, streams, ring, head
+        self._load, self._prepare, self._dropout_key, self._device = load, prepare, dropout_key, device
+        self._embedding, self._layers = state.units[0], state.units[1 : 1 + len(plan.layers)]
+        self._head = self._embedding if plan.tied else state.units[-1]
+        self._count = len(prepare)
+        self._batches: list[DeviceBatch] = []
+        self._hidden: list[Tensor | None] = []  # input of the unit that comes next, (1, T, H) per micro-batch
+        self._grad: list[Tensor | None] = []  # gradient of the output of the unit that comes next, likewise
+        self._inputs = ActivationStore()
+        self.outputs: list[TokenOutputs] = []
+
+    # ----------------------------------------------------------------------------------------------- the order
+
+    def score(self, *, entropy: bool, sum_pi_squared: bool) -> None:
+        """Append the forward pass; `outputs` fills."""
+        self._forward(keep_every=None)
+        self._ring.use(self._head.plan)
+        self._for_each_micro_batch(self._do_score, entropy, sum_pi_squared)
+        self._ring.done(self._head.plan)
+
+    def forward_backward(
+        self, loss_fn: LossFunction, gradients: GradientPath, interval: int, *, entropy: bool, sum_pi_squared: bool
+    ) -> None:
+        """Append the forward and backward pass, keeping the input of every `interval`-th layer; `outputs` fills."""
+        visits = backward_visits(len(self._layers), interval)
+        self._forward(keep_every=interval)
+        self._load(self._layers[visits[0][0]])
+
+        self._ring.use(self._head.plan)
+        edge = gradients.begin(self._head)
+        self._for_each_micro_batch(self._do_head_backward, loss_fn, entropy, sum_pi_squared, edge)
+        self._ring.done(self._head.plan)
+        if not self._tied:
+            gradients.finish(self._head, edge)
+
+        templates = self._visit([layer for layer, _ in visits])
+        for (_, is_backward), (layer, template) in zip(visits, templates, strict=True):
+            if not is_backward:
+                self._for_each_micro_batch(self._do_recompute_input, layer, template)
+                continue
+            accumulator = gradients.begin(self._layers[layer])
+            self._for_each_micro_batch(self._do_layer_backward, layer, template, accumulator)
+            gradients.finish(self._layers[layer], accumulator)
+
+        if not self._tied:  # a tied matrix adds the embedding's part to the head's
+            edge = gradients.begin(self._embedding)
+        self._for_each_micro_batch(self._do_embedding_backward, edge)
+        gradients.finish(self._embedding, edge)
+
+    def _forward(self, keep_every: int | None) -> None:
+        self._load(self._embedding)
+        for prepare in self._prepare:
+            self._streams.compute.run(partial(self._do_prepare, prepare))
+        self._ring.use(self._embedding.plan)
+        self._for_each_micro_batch(self._do_embed)
+        if not self._tied:  # a tied matrix stays in its slot until the head has used it
+            self._ring.done(self._embedding.plan)
+
+        last = len(self._layers) - 1
+        for layer, template in self._visit(list(range(last + 1))):
+            if layer == last and not self._tied:
+                self._load(self._head)
+            keep = keep_every is not None and layer % keep_every == 0
+            self._for_each_micro_batch(self._do_layer, layer, template, keep)
+
+    def _visit(self, layers: list[int]) -> Iterator[tuple[int, nn.Module]]:
+        """Walk `layers`; while the caller computes with one, the next is on its way to the other slot."""
+        self._load(self._layers[layers[0]])
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            if following is not None:
+                self._load(self._layers[following])
+            unit = self._layers[layer].plan
+            self._ring.use(unit)
+            yield layer, self._ring.layer(unit)
+            self._ring.done(unit)
+
+    def _for_each_micro_batch(self, work: Callable[..., None], *args: object) -> None:
+        for m in range(self._count):
+            self._streams.compute.run(partial(work, m, *args))
+
+    # ------------------------------------------------------------------------------ work on the compute stream
+
+    def _do_prepare(self, prepare: Callable[[], DeviceBatch]) -> None:
+        self._batches.append(prepare())
+
+    @torch.no_grad()
+    def _do_embed(self, m: int) -> None:
+        self._hidden.append(F.embedding(self._batches[m].input_ids, self._ring.embedding_weight)[None])
+
+    @torch.no_grad()
+    def _do_layer(self, m: int, layer: int, template: nn.Module, keep: bool) -> None:
+        if keep:
+            self._inputs.put(layer, m, self._hidden[m])
+        self._hidden[m] = self._call(m, layer, template, self._hidden[m])
+
+    @torch.no_grad()
+    def _do_recompute_input(self, m: int, layer: int, template: nn.Module) -> None:
+        self._inputs.put(layer + 1, m, self._call(m, layer, template, self._inputs.peek(layer, m)))
+
+    def _call(self, m: int, layer: int, template: nn.Module, hidden: Tensor) -> Tensor:
+        seed = None if self._dropout_key is None else dropout_seed(self._dropout_key, m, layer)
+        with seeded(seed, self._device):
+            return template(hidden, **self._batches[m].layer_arguments)
+
+    def _do_score(self, m: int, entropy: bool, sum_pi_squared: bool) -> None:
+        tokens = self._batches[m].tokens
+        outputs = self._token_head.score(self._hidden[m][0], tokens, entropy=entropy, sum_pi_squared=sum_pi_squared)
+        self.outputs.append(outputs)
+
+    def _do_head_backward(
+        self, m: int, loss_fn: LossFunction, entropy: bool, sum_pi_squared: bool, accumulator: Accumulator
+    ) -> None:
+        self._do_score(m, entropy, sum_pi_squared)
+        grad_log_probs, grad_entropy = loss_gradient(partial(loss_fn, m), self.outputs[m])
+        totals = views(self._head.plan, accumulator.buffer)
+        grad = self._token_head.backward(
+            self._hidden[m][0],
+            self._batches[m].tokens,
+            grad_log_probs,
+            grad_entropy,
+            totals["norm.weight"],
+            totals["embed_tokens.weight" if self._tied else "lm_head.weight"],
+        )
+        self._grad.append(grad[None])
+        self._hidden[m] = None
+
+    def _do_layer_backward(self, m: int, layer: int, template: nn.Module, accumulator: Accumulator) -> None:
+        totals = views(self._layers[layer].plan, accumulator.buffer)
+        parameters = [template.get_parameter(local) for local in totals]
+        hidden = self._inputs.take(layer, m).detach().requires_grad_()
+        with torch.enable_grad():
+            output = self._call(m, layer, template, hidden)
+        self._grad[m], *grads = torch.autograd.grad(output, [hidden, *parameters], self._grad[m], allow_unused=True)
+        for total, grad in zip(totals.values(), grads, strict=True):
+            if grad is not None:
+                total.add_(grad)
+
+    @torch.no_grad()
+    def _do_embedding_backward(self, m: int, accumulator: Accumulator) -> None:
+        total = views(self._embedding.plan, accumulator.buffer)["embed_tokens.weight"]
+        ids, grad = self._batches[m].input_ids, self._grad[m][0].float()
+        if self._device == "cuda":  # sorts first: the same bits in every run, where index_add_ adds in any order
+            total.index_put_((ids,), grad, accumulate=True)
+        else:
+            total.index_add_(0, ids, grad)
+        self._grad[m] = None
+
+
+def backward_visits(num_layers: int, interval: int) -> list[tuple[int, bool]]:
+    """(layer, is_backward) in the order of the backward pass, when every `interval`-th layer input was kept.
+
+    Segments come last to first. Each is walked from its kept input to its last layer but one, to get the other
+    inputs, and then run backward. With interval 1 there is nothing to walk.
+    """
+    visits = []
+    for start in reversed(range(0, num_layers, interval)):
+        end = min(start + interval, num_layers)
+        visits += [(layer, False) for layer in range(start, end - 1)]
+        visits += [(layer, True) for layer in reversed(range(start, end))]
+    return visits
+
+
+def loss_gradient(loss_fn: Callable[[TokenOutputs], Tensor], scores: TokenOutputs) -> tuple[Tensor, Tensor | None]:
+    """Gradients (T,) of the loss for the log-probs and the entropy; None where the loss does not use the entropy."""
+    log_probs = scores.log_probs.detach().requires_grad_()
+    entropy = None if scores.entropy is None else scores.entropy.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = loss_fn(TokenOutputs(log_probs, entropy, scores.sum_pi_squared))
+    leaves = [leaf for leaf in (log_probs, entropy) if leaf is not None]
+    if not loss.requires_grad:  # every label masked, say
+        return torch.zeros_like(log_probs), None
+    grads = [*torch.autograd.grad(loss, leaves, allow_unused=True), None]
+    return torch.zeros_like(log_probs) if grads[0] is None else grads[0], grads[1]

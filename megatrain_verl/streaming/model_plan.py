@@ -1,0 +1,188 @@
+"""From a Hugging Face config to the ordered units that the engine streams: embedding, decoder layers, head.
+
+The model is built on the meta device, so a plan costs no memory. Layers whose parameter shapes *and* behaviour are
+the same form a structure group and share one pair of device templates.
+"""
+
+import copy
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from megatrain_verl.streaming import attention
+
+# Families whose loss, gradients and updates are compared with plain transformers in tests/. Others differ in places
+# that go wrong silently (soft-caps, embedding scales, masks), so they are refused instead.
+VERIFIED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ALIGNMENT = 128  # elements; keeps every parameter of a slot on a 256-byte boundary in bfloat16
+
+
+@dataclass(frozen=True)
+class ParameterSpan:
+    """Where one parameter lies in its unit's flat arenas. `name` is its Hugging Face name, `local` that in its module."""
+
+    name: str
+    local: str
+    shape: torch.Size
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass
+class UnitPlan:
+    """A part of the model that crosses to the device as one transfer. `numel` counts alignment padding too."""
+
+    name: str
+    spans: list[ParameterSpan]
+    numel: int
+    # Index into ModelPlan.structures, for decoder layers.
+    structure: int | None = None
+
+
+@dataclass
+class ModelPlan:
+    """The units of a model in forward order and what is needed to rebuild its parts on a device."""
+
+    config: PretrainedConfig
+    # One meta-device decoder layer per structure group.
+    structures: list[nn.Module]
+    embedding: UnitPlan
+    layers: list[UnitPlan]
+    # Final norm and output matrix. For tied models the same object as `embedding`: one parameter, one transfer.
+    head: UnitPlan
+    norm: nn.Module
+    rotary: nn.Module
+    # Names by which checkpoints may also call a parameter (the tied output matrix), not to be loaded or exported.
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tied(self) -> bool:
+        return self.head is self.embedding
+
+    @property
+    def units(self) -> list[UnitPlan]:
+        return [self.embedding, *self.layers] + ([] if self.tied else [self.head])
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, a tied matrix counted once, padding not counted."""
+        return sum(span.numel for unit in self.units for span in unit.spans)
+
+    def has_dropout(self) -> bool:
+        """Whether a decoder layer draws random numbers in training mode."""
+        modules = [module for layer in self.structures for module in layer.modules()]
+        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules) or any(
+            getattr(module, "attention_dropout", 0.0) for module in modules
+        )
+
+
+def plan_model(config: PretrainedConfig) -> ModelPlan:
+    """The plan of a decoder-only model of `config`.
+
+    Raises:
+        ValueError: an encoder-decoder, quantised or not yet verified model; the message names it.
+    """
+    check_supported(config)
+    attention.register()
+    config = copy.deepcopy(config)  # it will name our attention; the caller's config is what gets exported
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    decoder = model.get_decoder()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    _refuse_unplanned(model, decoder)
+
+    tied = model.get_output_embeddings().weight is decoder.embed_tokens.weight
+    ends = {"embedding": [("embed_tokens", decoder.embed_tokens)], "head": [("norm", decoder.norm)]}
+    if tied:
+        ends["embedding"] += ends.pop("head")
+    else:
+        ends["head"].append(("lm_head", model.get_output_embeddings()))
+    planned = {unit: _plan_unit(unit, modules, names) for unit, modules in ends.items()}
+
+    structures: dict[tuple, int] = {}
+    layers, templates = [], []
+    for index, layer in enumerate(decoder.layers):
+        key = structure_key(layer)
+        if key not in structures:
+            structures[key] = len(templates)
+            templates.append(layer)
+        unit = _plan_unit(f"layers.{index}", [("", layer)], names)
+        unit.structure = structures[key]
+        layers.append(unit)
+    return ModelPlan(
+        config=config,
+        structures=templates,
+        embedding=planned["embedding"],
+        layers=layers,
+        head=planned.get("head", planned["embedding"]),
+        norm=decoder.norm,
+        rotary=decoder.rotary_emb,
+        aliases={"lm_head.weight": names[id(decoder.embed_tokens.weight)]} if tied else {},
+    )
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Refuse, by name, what the engine would train wrongly."""
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise ValueError(f"{kind} is an encoder-decoder model; the streaming engine trains decoder-only models")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ValueError(
+            f"the checkpoint is quantised ({getattr(method, 'value', method)}); full-parameter training needs "
+            "bfloat16, float16 or float32 weights: dequantise it first"
+        )
+    if kind not in VERIFIED_MODEL_TYPES:
+        raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(VERIFIED_MODEL_TYPES)}")
+
+
+def structure_key(layer: nn.Module) -> tuple:
+    """Equal for layers that one template can run: same modules, parameter and buffer shapes, and same settings.
+
+    Every plain attribute of every submodule counts (window, layer type, scales, router kind), except the layer's
+    number, which only names its key-value cache.
+    """
+    key = []
+    for name, module in layer.named_modules():
+        settings = tuple(
+            (attribute, value)
+            for attribute, value in sorted(vars(module).items())
+            if isinstance(value, bool | int | float | str | tuple | type(None))
+            and not attribute.startswith("_")
+            and attribute not in ("layer_idx", "training")
+        )
+        parameters = tuple((local, parameter.shape) for local, parameter in module.named_parameters(recurse=False))
+        buffers = tuple((local, buffer.shape) for local, buffer in module.named_buffers(recurse=False))
+        key.append((name, type(module), settings, parameters, buffers))
+    return tuple(key)
+
+
+def _plan_unit(unit: str, modules: list[tuple[str, nn.Module]], names: dict[int, str]) -> UnitPlan:
+    spans, offset = [], 0
+    for prefix, module in modules:
+        if any(True for _ in module.buffers()):
+            raise ValueError(f"{unit} holds buffers ({type(module).__name__}); they cannot be rebuilt per layer yet")
+        for local, parameter in module.named_parameters():
+            path = f"{prefix}.{local}" if prefix else local
+            spans.append(ParameterSpan(names[id(parameter)], path, parameter.shape, offset))
+            offset += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+    return UnitPlan(unit, spans, offset)
+
+
+def _refuse_unplanned(model: nn.Module, decoder: nn.Module) -> None:
+    """A model with parameters outside the planned parts would train without them: refuse it by their names."""
+    planned = [decoder.embed_tokens, decoder.layers, decoder.norm, model.get_output_embeddings()]
+    known = {id(parameter) for part in planned for parameter in part.parameters()}
+    unknown = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
+    if unknown:
+        raise ValueError(f"{type(model).__name__} has parameters the engine does not stream: {', '.join(unknown[:5])}")
+    head = model.get_output_embeddings()
+    if head.bias is not None or getattr(model.config, "final_logit_softcapping", None):
+        raise ValueError(f"the head of {type(model).__name__} (bias or soft-capping) is not supported")

@@ -1,0 +1,181 @@
+"""Where work runs: the weight, compute and gradient streams of the device, and two threads of the host.
+
+Five queues behind one interface. `run` puts work into a queue, `record` marks a point of it, `wait` makes a queue
+wait for a mark of another one; nothing in a step waits for the whole device.
+
+    weight     host arena -> device slot
+    compute    layers, head, gradient accumulation
+    grad       gradient accumulator -> host arena
+    adder      gradient slab -> added to the host arena
+    optimizer  AdamW on the host, one unit after the other
+
+On CUDA the first three are streams and the others threads. On CPU the first three run inline. `simulated_streams.py`
+has the third kind, which runs the recorded work in random allowed orders to find missing waits.
+"""
+
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+QUEUES = ("weight", "compute", "grad", "adder", "optimizer")
+
+
+class Event(Protocol):
+    """A mark in a queue."""
+
+    def synchronize(self) -> None:
+        """Block the caller until everything before the mark is done; raises what the queue's work raised."""
+
+    def query(self) -> bool:
+        """Whether everything before the mark is done."""
+
+
+class WorkQueue(Protocol):
+    """An ordered queue of work."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Append `work`. It may start at once or later, but in order."""
+
+    def record(self) -> Event:
+        """A mark behind everything appended so far."""
+
+    def wait(self, event: Event, reason: str) -> None:
+        """What is appended from now on starts after `event`. `reason` names the hazard."""
+
+
+class Streams:
+    """The five queues. `host_wait` is the only way in which the engine's main thread waits for one of them."""
+
+    weight: WorkQueue
+    compute: WorkQueue
+    grad: WorkQueue
+    adder: WorkQueue
+    optimizer: WorkQueue
+
+    def host_wait(self, event: Event, reason: str) -> None:
+        """Block the main thread until `event`. `reason` names what must be ready."""
+        event.synchronize()
+
+    def close(self) -> None:
+        """End the threads that the queues own."""
+
+
+class _Done:
+    """The mark of a queue whose work is always finished."""
+
+    def synchronize(self) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+
+class InlineQueue:
+    """Runs work where it is appended: the CPU's stand-in for a device stream."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self) -> Event:
+        return _Done()
+
+    def wait(self, event: Event, reason: str) -> None:
+        event.synchronize()
+
+
+class CudaQueue:
+    """A CUDA stream. Work is launched where it is appended and runs on the device in order."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+
+    def run(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def record(self) -> Event:
+        return self.stream.record_event()
+
+    def wait(self, event: Event, reason: str) -> None:
+        if isinstance(event, torch.cuda.Event):
+            self.stream.wait_event(event)
+        else:
+            event.synchronize()
+
+
+class ThreadEvent:
+    """A mark in a `ThreadQueue`."""
+
+    def __init__(self, owner: "ThreadQueue") -> None:
+        self._owner = owner
+        self.reached = threading.Event()
+
+    def synchronize(self) -> None:
+        self.reached.wait()
+        self._owner.raise_error()
+
+    def query(self) -> bool:
+        return self.reached.is_set()
+
+
+class ThreadQueue:
+    """A host thread that works through its queue. After an error it does no more work; every later wait raises it."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | ThreadEvent | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
+
+    def record(self) -> Event:
+        event = ThreadEvent(self)
+        self._queue.put(event)
+        return event
+
+    def wait(self, event: Event, reason: str) -> None:
+        self._queue.put(event.synchronize)
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"{self._thread.name} thread failed: {self._error}") from self._error
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, ThreadEvent):
+                item.reached.set()
+            elif self._error is None:
+                try:
+                    item()
+                except BaseException as error:  # kept for whoever waits next
+                    self._error = error
+
+
+@functools.cache
+def _cuda_queue(name: str) -> CudaQueue:
+    # Streams live as long as the process: engines share them, and no stream is made after vLLM measured its memory.
+    return CudaQueue()
+
+
+class DeviceStreams(Streams):
+    """CUDA streams, or inline queues on CPU, and threads for the work on the host."""
+
+    def __init__(self, device: str) -> None:
+        make = _cuda_queue if device == "cuda" else lambda name: InlineQueue()
+        self.weight, self.compute, self.grad = (make(name) for name in ("weight", "compute", "grad"))
+        self.adder = ThreadQueue("gradient adder")
+        self.optimizer = ThreadQueue("host optimizer")
+
+    def close(self) -> None:
+        self.adder.close()
+        self.optimizer.close()

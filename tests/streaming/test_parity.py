@@ -1,0 +1,177 @@
+"""The engine against the plain transformers model and torch.optim.AdamW, float32 on CPU."""
+
+import pytest
+import torch
+
+from megatrain_verl.config import AdamWConfig
+from tests import oracle
+
+LENGTHS = [11, 24, 5, 17]
+FAMILIES = [("qwen2", False), ("qwen2", True), ("llama", False), ("qwen3", True), ("mistral", False)]
+
+
+def plain_step(model, optimizer, rows, clip):
+    """One plain step on the mean over all next tokens; returns loss, gradients before clipping, and their norm."""
+    tokens = sum(len(row) - 1 for row in rows)
+    optimizer.zero_grad()
+    loss = -torch.cat([oracle.plain_log_probs(model, row)[0] for row in rows]).sum() / tokens
+    loss.backward()
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
+    optimizer.step()
+    return loss.item(), grads, norm
+
+
+def engine_pass(engine, micro_batches):
+    """One engine pass with the same loss; returns it."""
+    tokens = sum(batch.num_tokens - len(batch.row_lengths) for batch in micro_batches)
+    losses = []
+
+    def loss_fn(index, outputs):
+        loss = -outputs.log_probs.sum() / tokens
+        losses.append(loss.item())
+        return loss
+
+    engine.zero_grad()
+    engine.forward_backward(micro_batches, loss_fn)
+    return sum(losses)
+
+
+@pytest.mark.parametrize("family, tied", FAMILIES)
+@pytest.mark.parametrize("size, interval", [(1, 1), (2, 2), (4, 3)])
+def test_five_steps_equal_plain_adamw(family, tied, size, interval):
+    config = oracle.tiny_config(family, tied=tied)
+    settings = AdamWConfig(lr=1e-4, weight_decay=0.1, decay_norms_and_biases=False)
+    model = oracle.plain_model(config)
+    engine = oracle.make_engine(model, config, settings, checkpoint_interval=interval)
+    optimizer = oracle.plain_adamw(model, settings)
+    for step in range(5):
+        rows = oracle.random_rows(LENGTHS, seed=step)
+        loss, grads, norm = plain_step(model, optimizer, rows, settings.clip_grad)
+        engine_loss = engine_pass(engine, oracle.split_micro_batches(rows, size))
+        assert engine_loss == pytest.approx(loss, rel=1e-5)
+        for name, grad in oracle.engine_gradients(engine).items():
+            # Key norms and biases are sums that cancel almost wholly: their rounding is relative to the terms.
+            assert (grad - grads[name]).norm() <= 1e-5 * grads[name].norm() + 1e-7 * norm, name
+        assert engine.optimizer_step() == pytest.approx(norm, rel=1e-5)
+    plain = dict(model.named_parameters())
+    for name, weight in oracle.masters(engine).items():
+        torch.testing.assert_close(weight, plain[name].detach(), atol=1e-5, rtol=1e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_packed_rows_do_not_see_each_other(family):
+    config = oracle.tiny_config(family)
+    model = oracle.plain_model(config)
+    engine = oracle.make_engine(model, config, forward_only=True)
+    rows = oracle.random_rows([9, 14])
+    batch = oracle.pack(rows)
+    with torch.no_grad():
+        for row, scores in zip(rows, oracle.engine_log_probs(engine.forward([batch]), [batch]), strict=True):
+            torch.testing.assert_close(scores, oracle.plain_log_probs(model, row)[0], atol=1e-5, rtol=1e-5)
+    engine.close()
+
+
+def test_sliding_window_is_per_layer():
+    config = oracle.tiny_config(
+        "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1
+    )  # layer 0 attends to everything, the others to 4 tokens
+    model = oracle.plain_model(config)
+    engine = oracle.make_engine(model, config, forward_only=True)
+    assert len(engine.plan.structures) == 2
+    rows = oracle.random_rows([30, 12])
+    batch = oracle.pack(rows)
+    with torch.no_grad():
+        for row, scores in zip(rows, oracle.engine_log_probs(engine.forward([batch]), [batch]), strict=True):
+            torch.testing.assert_close(scores, oracle.plain_log_probs(model, row)[0], atol=1e-5, rtol=1e-5)
+    engine.close()
+
+
+def test_left_padded_rows_equal_unpadded_ones():
+    from megatrain_verl.streaming.batch import MicroBatch
+
+    config = oracle.tiny_config("llama")
+    model = oracle.plain_model(config)
+    engine = oracle.make_engine(model, config, forward_only=True)
+    rows = oracle.random_rows([9, 14])
+    ids, mask = torch.zeros(2, 20, dtype=torch.long), torch.zeros(2, 20, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, -len(row) :], mask[index, -len(row) :] = row, 1
+    packed = oracle.engine_log_probs(engine.forward([oracle.pack(rows)]), [oracle.pack(rows)])
+    padded_batch = MicroBatch.from_padded(ids, mask)
+    padded = oracle.engine_log_probs(engine.forward([padded_batch]), [padded_batch])
+    torch.testing.assert_close(padded, packed, atol=1e-6, rtol=0)
+    # Positions are taken as given: other ones give other scores.
+    shifted = MicroBatch.from_padded(ids, mask, position_ids=torch.arange(20).repeat(2, 1) * 2)
+    other = oracle.engine_log_probs(engine.forward([shifted]), [shifted])
+    assert max((a - b).abs().max() for a, b in zip(other, packed, strict=True)) > 0.01
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.6, torch.tensor([0.6, 1.0, 1.7])])
+def test_temperature_and_entropy_with_gradient(temperature):
+    config = oracle.tiny_config("qwen2")
+    model = oracle.plain_model(config)
+    engine = oracle.make_engine(model, config)
+    rows = oracle.random_rows([9, 14, 6])
+    batch = oracle.pack(rows, temperature=temperature)
+    temperatures = [0.6] * 3 if isinstance(temperature, float) else temperature.tolist()
+    scored = [oracle.plain_log_probs(model, row, t) for row, t in zip(rows, temperatures, strict=True)]
+    (-torch.cat([s[0] for s in scored]).sum() - 0.5 * torch.cat([s[1] for s in scored]).sum()).backward()
+
+    def loss_fn(index, outputs):
+        return -outputs.log_probs.sum() - 0.5 * outputs.entropy.sum()
+
+    outputs = engine.forward_backward([batch], loss_fn, entropy=True, sum_pi_squared=True)
+    for field, position in (("log_probs", 0), ("entropy", 1)):
+        got = oracle.engine_log_probs(outputs, [batch], field)
+        torch.testing.assert_close(got, [s[position].detach() for s in scored], atol=1e-5, rtol=1e-5)
+    plain = dict(model.named_parameters())
+    for name, grad in oracle.engine_gradients(engine).items():
+        assert (grad - plain[name].grad).norm() <= 1e-5 * plain[name].grad.norm() + 1e-5, name
+    logits = model(rows[0][None]).logits[0, :-1] / temperatures[0]
+    squares = oracle.engine_log_probs(outputs, [batch], "sum_pi_squared")[0]
+    torch.testing.assert_close(squares, logits.softmax(-1).square().sum(-1).detach(), atol=1e-5, rtol=1e-5)
+    engine.close()
+
+
+def test_gradient_is_the_token_mean_for_every_micro_batch_size():
+    """80 and 12 tokens per row: a mean of micro-batch means would be wrong, and so would an undivided sum."""
+    config = oracle.tiny_config("qwen2")
+    model = oracle.plain_model(config)
+    rows = oracle.random_rows([12, 80, 40, 7])
+    norms, flat = [], []
+    for size in (1, 2, 4):
+        engine = oracle.make_engine(model, config)
+        engine_pass(engine, oracle.split_micro_batches(rows, size))
+        flat.append(torch.cat([grad.flatten() for grad in oracle.engine_gradients(engine).values()]))
+        norms.append(engine.optimizer_step())
+        engine.close()
+    for other in flat[1:]:
+        assert (other - flat[0]).norm() < 1e-6 * flat[0].norm()
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-6)
+
+
+def test_identical_micro_batches_give_the_norm_of_one_in_every_step():
+    config = oracle.tiny_config("qwen2")
+    model = oracle.plain_model(config)
+    row = oracle.random_rows([20])[0]
+    one = oracle.make_engine(model, config)
+    several = oracle.make_engine(model, config)
+    for count in (4, 4, 2):
+        engine_pass(one, [oracle.pack([row])])
+        engine_pass(several, [oracle.pack([row])] * count)
+        assert several.optimizer_step() == pytest.approx(one.optimizer_step(), rel=1e-5)
+    one.close()
+    several.close()
+
+
+def test_a_batch_without_labels_has_zero_gradient():
+    config = oracle.tiny_config("qwen2")
+    engine = oracle.make_engine(oracle.plain_model(config), config)
+    batch = oracle.pack(oracle.random_rows([9]), score_mask=torch.zeros(9, dtype=torch.bool))
+    outputs = engine.forward_backward([batch], lambda index, scores: -scores.log_probs.sum() / 1)
+    assert outputs[0].log_probs.abs().sum() == 0
+    assert engine.optimizer_step() == 0.0
+    engine.close()

@@ -1,0 +1,133 @@
+"""What crosses to and from the device, recomputation, dropout, and what is refused."""
+
+import pytest
+import torch
+from transformers import Gemma2Config, Qwen2Config, T5Config
+
+from megatrain_verl.config import StreamingConfig
+from megatrain_verl.streaming.batch import MicroBatch
+from megatrain_verl.streaming.dropout import dropout_seed
+from megatrain_verl.streaming.layer_major import backward_visits
+from megatrain_verl.streaming.model_plan import plan_model
+from tests import oracle
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_transfers_follow_the_plan_whatever_the_number_of_micro_batches(tied, micro_batches):
+    config = oracle.tiny_config("qwen2", tied=tied)
+    engine = oracle.make_engine(oracle.plain_model(config), config)
+    rows = oracle.random_rows([6] * 8)
+    engine.forward_backward(
+        oracle.split_micro_batches(rows, 8 // micro_batches), lambda index, scores: -scores.log_probs.sum()
+    )
+    layers = sum(unit.numel for unit in engine.plan.layers)
+    edges = sum(unit.numel for unit in engine.plan.units) - layers
+    assert engine.counters.h2d_bytes == 4 * (2 * layers + edges)  # layers twice, embedding and head once, float32
+    assert engine.counters.d2h_bytes == 4 * (layers + edges)  # each gradient once
+    engine.close()
+
+
+def test_backward_visits_walk_each_segment_before_running_it_backward():
+    assert backward_visits(3, 1) == [(2, True), (1, True), (0, True)]
+    assert backward_visits(5, 3) == [
+        (3, False), (4, True), (3, True), (0, False), (1, False), (2, True), (1, True), (0, True),
+    ]  # fmt: skip
+
+
+def plain_dropout_gradients(model, rows, seeds):
+    """Gradients of the plain model on one row per micro-batch, each layer's dropout drawn from the engine's seed."""
+    layers = model.model.layers
+    model.train()
+    model.zero_grad()
+    for m, row in enumerate(rows):
+        handles = [
+            layer.register_forward_pre_hook(lambda *_, m=m, i=i: torch.manual_seed(seeds(m, i)) and None)
+            for i, layer in enumerate(layers)
+        ]
+        (-oracle.plain_log_probs(model, row)[0].sum()).backward()
+        for handle in handles:
+            handle.remove()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_dropout_masks_are_redrawn_in_recomputation():
+    config = oracle.tiny_config("qwen2", layers=4, attention_dropout=0.1)
+    model = oracle.plain_model(config, attn_implementation="sdpa")
+    rows = oracle.random_rows([12, 12])
+    batches = oracle.split_micro_batches(rows, 1)
+    grads = []
+    for interval in (1, 2, 4):
+        engine = oracle.make_engine(model, config, checkpoint_interval=interval, seed=5)
+        engine.forward_backward(batches, lambda index, scores: -scores.log_probs.sum())
+        grads.append(oracle.engine_gradients(engine))
+        engine.close()
+    for other in grads[1:]:
+        assert all(torch.equal(other[name], grads[0][name]) for name in other)
+    plain = plain_dropout_gradients(model, rows, lambda m, layer: dropout_seed((5, 0, 0), m, layer))
+    for name, grad in grads[0].items():
+        assert (grad - plain[name]).norm() <= 1e-5 * plain[name].norm() + 1e-4, name
+    without = plain_dropout_gradients(model, rows, lambda m, layer: 1 + m + layer)
+    assert (without["lm_head.weight"] - plain["lm_head.weight"]).norm() > 0.01 * plain["lm_head.weight"].norm()
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (T5Config(), "encoder-decoder"),
+        (Gemma2Config(), "gemma2.*not supported"),
+        (Qwen2Config(quantization_config={"quant_method": "fp8"}), "quantised .fp8"),
+        (Qwen2Config(quantization_config={"quant_method": "mxfp4"}), "quantised .mxfp4"),
+    ],
+)
+def test_models_it_would_train_wrongly_are_refused_by_name(config, message):
+    with pytest.raises(ValueError, match=message):
+        plan_model(config)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"dtype": "float16"}, "dtype must be one of bfloat16, float32"),
+        ({"attn_implementation": "flash"}, "attn_implementation must be one of"),
+        ({"checkpoint_interval": 0}, "checkpoint_interval must be a whole number >= 1"),
+        ({"dtype": "float32", "grad_dtype": "bfloat16"}, "grad_dtype=auto"),
+    ],
+)
+def test_bad_settings_name_the_field_and_the_choices(settings, message):
+    with pytest.raises(ValueError, match=message):
+        StreamingConfig(**settings)
+
+
+@pytest.mark.parametrize("implementation", ["varlen", "flash_attention_2"])
+def test_attention_that_this_machine_cannot_run_is_refused(implementation):
+    config = oracle.tiny_config("qwen2")
+    with pytest.raises(ValueError, match=implementation):
+        oracle.make_engine(oracle.plain_model(config), config, attn_implementation=implementation)
+
+
+def test_bad_batches_are_refused_before_any_work():
+    config = oracle.tiny_config("qwen2")
+    engine = oracle.make_engine(oracle.plain_model(config), config, max_seq_len=10)
+    for rows, message in (
+        ([torch.tensor([1, oracle.VOCAB])], "outside the vocabulary"),
+        (oracle.random_rows([11]), "max_seq_len"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.forward([oracle.pack(rows)])
+    assert engine.counters.h2d_bytes == 0
+    ids = torch.tensor([1, 2, 3])
+    for arguments, message in (
+        ((ids, ids, [2]), "sum to 3"),
+        ((ids, ids[:2], [3]), "must both be"),
+        ((ids, ids, [3], 0.0), "temperature"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MicroBatch(*arguments)
+    engine.close()
+
+
+def test_layers_of_different_behaviour_do_not_share_a_template():
+    plan = plan_model(oracle.tiny_config("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=2))
+    assert [unit.structure for unit in plan.layers] == [0, 0, 1]
+    assert len({unit.spans[0].shape for unit in plan.layers}) == 1  # same shapes: only the window differs
