@@ -25,6 +25,12 @@ class StreamingConfig:
     # Keep the input of every K-th layer; the backward pass walks K layers again from it. 1 is the fastest: with K > 1
     # layer weights cross PCIe three times instead of two, for 1/K of the activation memory.
     checkpoint_interval: int = 1
+    # Device memory for kept layer inputs, in GiB; what is more goes to page-locked host memory and comes back in time.
+    # None: what is free when a step starts, less the working memory of the largest micro-batch.
+    device_activation_gb: float | None = None
+    # Most tokens whose layer inputs are kept at a time. A step with more runs in waves, whose gradients are added on
+    # the host in float32 (2 bytes/parameter more in bfloat16 mode). None: one wave.
+    wave_tokens: int | None = None
     # Pinned host slabs through which gradients pass when they are added on the host. 4 keep the copy engine busy.
     num_grad_slabs: int = 4
     # Longest sequence accepted, in tokens. None: the model's max_position_embeddings.
@@ -55,14 +61,24 @@ class StreamingConfig:
         _at_least("checkpoint_interval", self.checkpoint_interval, 1)
         _at_least("num_grad_slabs", self.num_grad_slabs, 1)
         _at_least("head_chunk_tokens", self.head_chunk_tokens, 1)
-        if self.max_seq_len is not None:
-            _at_least("max_seq_len", self.max_seq_len, 1)
-        if self.cpu_threads is not None:
-            _at_least("cpu_threads", self.cpu_threads, 1)
+        for field in ("max_seq_len", "cpu_threads", "wave_tokens"):
+            if getattr(self, field) is not None:
+                _at_least(field, getattr(self, field), 1)
+        if self.device_activation_gb is not None and not self.device_activation_gb >= 0:
+            raise ValueError(f"device_activation_gb must be >= 0 or null, got {self.device_activation_gb}")
         if self.host_memory_gb is not None and not self.host_memory_gb > 0:
             raise ValueError(f"host_memory_gb must be positive, got {self.host_memory_gb}")
         if self.dtype == "float32" and self.grad_dtype == "bfloat16":
             raise ValueError("grad_dtype=bfloat16 with dtype=float32 would round exact gradients; use grad_dtype=auto")
+        if self.wave_tokens is not None and self.grad_dtype == "bfloat16":
+            raise ValueError("wave_tokens adds gradients on the host, which needs grad_dtype=float32 or auto")
+
+    @property
+    def host_grad_dtype(self) -> str:
+        """Type of the gradient arenas: "auto" is float32 where gradients are added on the host, else `dtype`."""
+        if self.grad_dtype != "auto":
+            return self.grad_dtype
+        return self.dtype if self.wave_tokens is None else "float32"
 
 
 @dataclass

@@ -78,6 +78,22 @@ def check_host_memory(plan: HostPlan, config: StreamingConfig) -> None:
     )
 
 
+def check_spill(config: StreamingConfig, nbytes: int) -> None:
+    """Refuse a step whose layer inputs fit neither on the device nor beside the arenas in host memory.
+
+    Raises:
+        ValueError: what is missing and what to lower.
+    """
+    available, source = available_host_memory()
+    if nbytes * MARGIN > available:
+        raise ValueError(
+            f"the layer inputs of this step need {nbytes / GIB:.2f} GiB of host memory beyond the device's share, "
+            f"{available / GIB:.2f} GiB are available ({source}): set wave_tokens to run the step in waves (its "
+            f"gradients then take float32), checkpoint_interval={2 * config.checkpoint_interval} to keep half as many, "
+            "or lower the tokens per step"
+        )
+
+
 def available_host_memory(
     meminfo: str = "/proc/meminfo", cgroup_root: str = "/sys/fs/cgroup", own_cgroup: str = "/proc/self/cgroup"
 ) -> tuple[int, str]:
@@ -116,8 +132,8 @@ def _remedies(plan: HostPlan, config: StreamingConfig) -> Iterator[str]:
         yield f"train without a KL term, hence without a reference policy: {sizes['reference'] / GIB:.2f} GiB less"
     if config.dtype == "float32":
         yield "dtype=bfloat16, which keeps the same float32 master weights"
-    elif config.grad_dtype == "float32" and "grad" in sizes:
-        yield f"grad_dtype=bfloat16: {(sizes['grad'] / 2 + sizes['staging']) / GIB:.2f} GiB less"
+    elif config.host_grad_dtype == "float32" and "grad" in sizes:
+        yield f"grad_dtype=auto without wave_tokens: {(sizes['grad'] / 2 + sizes['staging']) / GIB:.2f} GiB less"
     yield "a smaller model, or a host or container with more memory"
     if config.host_memory_gb is None:
         yield "on a virtual machine whose memory grows with use: host_memory_gb=<what it can really give>"

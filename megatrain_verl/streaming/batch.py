@@ -89,3 +89,26 @@ class TokenOutputs:
     log_probs: Tensor
     entropy: Tensor | None = None
     sum_pi_squared: Tensor | None = None
+
+
+def waves(micro_batches: list[MicroBatch], tokens: int | None) -> list[list[MicroBatch]]:
+    """Consecutive groups of micro-batches of at most `tokens` tokens each; one group if that is None.
+
+    Raises:
+        ValueError: one micro-batch alone has more.
+    """
+    if tokens is None:
+        return [micro_batches]
+    groups: list[list[MicroBatch]] = []
+    room = 0
+    for batch in micro_batches:
+        if batch.num_tokens > tokens:
+            raise ValueError(
+                f"a micro-batch of {batch.num_tokens} tokens exceeds wave_tokens={tokens}; make it smaller"
+            )
+        if batch.num_tokens > room:
+            groups.append([])
+            room = tokens
+        groups[-1].append(batch)
+        room -= batch.num_tokens
+    return groups

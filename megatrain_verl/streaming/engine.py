@@ -20,11 +20,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatrain_verl.config import AdamWConfig, StreamingConfig
-from megatrain_verl.resources import HostPlan, check_host_memory
+from megatrain_verl.resources import GIB, HostPlan, check_host_memory, check_spill
 from megatrain_verl.streaming import checkpoint, weight_files
+from megatrain_verl.streaming.activations import ActivationStore, SpillArea
 from megatrain_verl.streaming.attention import check_available
-from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs
+from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs, waves
 from megatrain_verl.streaming.device_batch import to_device
+from megatrain_verl.streaming.device_plan import activation_budget
 from megatrain_verl.streaming.device_ring import DeviceRing, TransferCounters
 from megatrain_verl.streaming.gradients import GradientPath
 from megatrain_verl.streaming.host_adamw import AdamWStep, HostAdamW
@@ -81,6 +83,7 @@ class StreamingEngine:
         if trainable:
             self._adamw = HostAdamW(config.optimizer_backend, config.cpu_threads)
             self._gradients = GradientPath(self.plan, self.state, self.streams, self.counters, config.num_grad_slabs)
+            self._spill_area = SpillArea(partial(check_spill, config), register=device == "cuda")
 
     # ------------------------------------------------------------------------------------------------- a step
 
@@ -109,17 +112,21 @@ class StreamingEngine:
         """
         if self._adamw_config is None:
             raise ValueError("this engine is forward-only: it was made without an optimizer")
+        outputs: list[TokenOutputs] = []
         with self._released_on_error():
-            run = self._start(micro_batches, training=True)
-            self._gradients.acquire_device(self.device)
-            interval = self.config.checkpoint_interval
-            run.forward_backward(loss_fn, self._gradients, interval, entropy=entropy, sum_pi_squared=sum_pi_squared)
-            self._gradients.end_call()
+            for wave in waves(micro_batches, self.config.wave_tokens):
+                run = self._start(wave, first=len(outputs), training=True)
+                self._gradients.acquire_device(self.device)
+                inputs = self._activation_store(wave)
+                scores = {"entropy": entropy, "sum_pi_squared": sum_pi_squared}
+                run.forward_backward(loss_fn, self._gradients, inputs, self.config.checkpoint_interval, **scores)
+                self._gradients.end_call()
+                self.streams.host_wait(self.streams.compute.record(), "outputs computed")
+                outputs += run.outputs
             self._calls += 1
-            self.streams.host_wait(self.streams.compute.record(), "outputs computed")
-        return run.outputs
+        return outputs
 
-    def _start(self, micro_batches: list[MicroBatch], *, training: bool) -> LayerMajorPass:
+    def _start(self, micro_batches: list[MicroBatch], *, first: int = 0, training: bool) -> LayerMajorPass:
         for batch in micro_batches:
             self._check(batch)
         self.acquire_device()
@@ -133,8 +140,23 @@ class StreamingEngine:
             self._token_head,
             self._load,
             [partial(to_device, batch, self._rotary, dtype, self.device, attention) for batch in micro_batches],
+            first,
             (self.config.seed, self.step_count, self._calls) if training and self.plan.has_dropout() else None,
             self.device,
+        )
+
+    def _activation_store(self, micro_batches: list[MicroBatch]) -> ActivationStore:
+        tokens = [batch.num_tokens for batch in micro_batches]
+        budget = self.config.device_activation_gb
+        return ActivationStore(
+            self.streams,
+            list(range(0, len(self.plan.layers), self.config.checkpoint_interval)),
+            tokens,
+            self.model_config.hidden_size,
+            DTYPES[self.config.dtype],
+            self.device,
+            activation_budget(self.plan, self.config, max(tokens), self.device) if budget is None else budget * GIB,
+            self._spill_area.reserve,
         )
 
     def _load(self, unit: UnitState) -> None:
@@ -277,6 +299,7 @@ class StreamingEngine:
         if self._adamw_config is not None:
             self._gradients.close()
             self._adamw.close()
+            self._spill_area.close()
         self.state.close()
 
     def _free_device(self) -> None:

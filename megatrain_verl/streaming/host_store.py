@@ -27,7 +27,7 @@ def arena_dtypes(config: StreamingConfig, *, trainable: bool, reference: bool) -
         if compute is torch.bfloat16:
             kinds["low"] = torch.int16
         kinds["exp_avg"] = kinds["exp_avg_sq"] = torch.float32
-        kinds["grad"] = compute if config.grad_dtype == "auto" else DTYPES[config.grad_dtype]
+        kinds["grad"] = DTYPES[config.host_grad_dtype]
         if reference:
             kinds["reference"] = compute
     return kinds

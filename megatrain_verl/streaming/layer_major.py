@@ -37,6 +37,7 @@ class LayerMajorPass:
         streams, ring, head: the queues and the device's buffers.
         load: starts the transfer of a unit's weights.
         prepare: for each micro-batch, work that makes its `DeviceBatch`.
+        first: number of the first micro-batch in its step.
         dropout_key: names the dropout masks of this pass, see `dropout_seed`; None where nothing is drawn.
         device: "cuda" or "cpu".
     """
@@ -50,6 +51,7 @@ class LayerMajorPass:
         head: TokenHead,
         load: Callable[[UnitState], None],
         prepare: list[Callable[[], DeviceBatch]],
+        first: int,
         dropout_key: tuple[int, int, int] | None,
         device: str,
     ) -> None:
@@ -57,28 +59,35 @@ class LayerMajorPass:
         self._load, self._prepare, self._dropout_key, self._device = load, prepare, dropout_key, device
         self._embedding, self._layers = state.units[0], state.units[1 : 1 + len(plan.layers)]
         self._head = self._embedding if plan.tied else state.units[-1]
-        self._count = len(prepare)
+        self._count, self._first = len(prepare), first
         self._batches: list[DeviceBatch] = []
         self._hidden: list[Tensor | None] = []  # input of the unit that comes next, (1, T, H) per micro-batch
         self._grad: list[Tensor | None] = []  # gradient of the output of the unit that comes next, likewise
-        self._inputs = ActivationStore()
         self.outputs: list[TokenOutputs] = []
 
     # ----------------------------------------------------------------------------------------------- the order
 
     def score(self, *, entropy: bool, sum_pi_squared: bool) -> None:
         """Append the forward pass; `outputs` fills."""
-        self._forward(keep_every=None)
+        self._forward(keep_every=None, inputs=None)
         self._ring.use(self._head.plan)
         self._for_each_micro_batch(self._do_score, entropy, sum_pi_squared)
         self._ring.done(self._head.plan)
 
     def forward_backward(
-        self, loss_fn: LossFunction, gradients: GradientPath, interval: int, *, entropy: bool, sum_pi_squared: bool
+        self,
+        loss_fn: LossFunction,
+        gradients: GradientPath,
+        inputs: ActivationStore,
+        interval: int,
+        *,
+        entropy: bool,
+        sum_pi_squared: bool,
     ) -> None:
         """Append the forward and backward pass, keeping the input of every `interval`-th layer; `outputs` fills."""
         visits = backward_visits(len(self._layers), interval)
-        self._forward(keep_every=interval)
+        self._forward(keep_every=interval, inputs=inputs)
+        inputs.prefetch(visits[0][0], self._count)
         self._load(self._layers[visits[0][0]])
 
         self._ring.use(self._head.plan)
@@ -88,24 +97,28 @@ class LayerMajorPass:
         if not self._tied:
             gradients.finish(self._head, edge)
 
-        templates = self._visit([layer for layer, _ in visits])
+        templates = self._visit([layer for layer, _ in visits], lambda layer: inputs.prefetch(layer, self._count))
         for (_, is_backward), (layer, template) in zip(visits, templates, strict=True):
-            if not is_backward:
-                self._for_each_micro_batch(self._do_recompute_input, layer, template)
-                continue
-            accumulator = gradients.begin(self._layers[layer])
-            self._for_each_micro_batch(self._do_layer_backward, layer, template, accumulator)
-            gradients.finish(self._layers[layer], accumulator)
+            accumulator = gradients.begin(self._layers[layer]) if is_backward else None
+            for m in range(self._count):
+                hidden = inputs.fetch(layer, m)
+                if is_backward:
+                    self._run(self._do_layer_backward, m, layer, template, accumulator, hidden)
+                else:
+                    inputs.keep(layer + 1, m, partial(self._recomputed, m, layer, template, hidden))
+                inputs.done(layer, m, last=is_backward)
+            if is_backward:
+                gradients.finish(self._layers[layer], accumulator)
 
         if not self._tied:  # a tied matrix adds the embedding's part to the head's
             edge = gradients.begin(self._embedding)
         self._for_each_micro_batch(self._do_embedding_backward, edge)
         gradients.finish(self._embedding, edge)
 
-    def _forward(self, keep_every: int | None) -> None:
+    def _forward(self, keep_every: int | None, inputs: ActivationStore | None) -> None:
         self._load(self._embedding)
         for prepare in self._prepare:
-            self._streams.compute.run(partial(self._do_prepare, prepare))
+            self._run(self._do_prepare, prepare)
         self._ring.use(self._embedding.plan)
         self._for_each_micro_batch(self._do_embed)
         if not self._tied:  # a tied matrix stays in its slot until the head has used it
@@ -115,13 +128,21 @@ class LayerMajorPass:
         for layer, template in self._visit(list(range(last + 1))):
             if layer == last and not self._tied:
                 self._load(self._head)
-            keep = keep_every is not None and layer % keep_every == 0
-            self._for_each_micro_batch(self._do_layer, layer, template, keep)
+            for m in range(self._count):
+                if keep_every is not None and layer % keep_every == 0:
+                    inputs.keep(layer, m, partial(self._hidden.__getitem__, m))
+                self._run(self._do_layer, m, layer, template)
 
-    def _visit(self, layers: list[int]) -> Iterator[tuple[int, nn.Module]]:
-        """Walk `layers`; while the caller computes with one, the next is on its way to the other slot."""
+    def _visit(
+        self, layers: list[int], prefetch: Callable[[int], None] = lambda layer: None
+    ) -> Iterator[tuple[int, nn.Module]]:
+        """Walk `layers`; while the caller computes with one, the next is on its way to the other slot.
+
+        `prefetch` a layer's own inputs comes before that transfer, which has the whole visit to finish.
+        """
         self._load(self._layers[layers[0]])
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            prefetch(layer)
             if following is not None:
                 self._load(self._layers[following])
             unit = self._layers[layer].plan
@@ -131,7 +152,10 @@ class LayerMajorPass:
 
     def _for_each_micro_batch(self, work: Callable[..., None], *args: object) -> None:
         for m in range(self._count):
-            self._streams.compute.run(partial(work, m, *args))
+            self._run(work, m, *args)
+
+    def _run(self, work: Callable[..., None], *args: object) -> None:
+        self._streams.compute.run(partial(work, *args))
 
     # ------------------------------------------------------------------------------ work on the compute stream
 
@@ -143,17 +167,15 @@ class LayerMajorPass:
         self._hidden.append(F.embedding(self._batches[m].input_ids, self._ring.embedding_weight)[None])
 
     @torch.no_grad()
-    def _do_layer(self, m: int, layer: int, template: nn.Module, keep: bool) -> None:
-        if keep:
-            self._inputs.put(layer, m, self._hidden[m])
+    def _do_layer(self, m: int, layer: int, template: nn.Module) -> None:
         self._hidden[m] = self._call(m, layer, template, self._hidden[m])
 
     @torch.no_grad()
-    def _do_recompute_input(self, m: int, layer: int, template: nn.Module) -> None:
-        self._inputs.put(layer + 1, m, self._call(m, layer, template, self._inputs.peek(layer, m)))
+    def _recomputed(self, m: int, layer: int, template: nn.Module, hidden: Callable[[], Tensor]) -> Tensor:
+        return self._call(m, layer, template, hidden())
 
     def _call(self, m: int, layer: int, template: nn.Module, hidden: Tensor) -> Tensor:
-        seed = None if self._dropout_key is None else dropout_seed(self._dropout_key, m, layer)
+        seed = None if self._dropout_key is None else dropout_seed(self._dropout_key, self._first + m, layer)
         with seeded(seed, self._device):
             return template(hidden, **self._batches[m].layer_arguments)
 
@@ -166,7 +188,7 @@ class LayerMajorPass:
         self, m: int, loss_fn: LossFunction, entropy: bool, sum_pi_squared: bool, accumulator: Accumulator
     ) -> None:
         self._do_score(m, entropy, sum_pi_squared)
-        grad_log_probs, grad_entropy = loss_gradient(partial(loss_fn, m), self.outputs[m])
+        grad_log_probs, grad_entropy = loss_gradient(partial(loss_fn, self._first + m), self.outputs[m])
         totals = views(self._head.plan, accumulator.buffer)
         grad = self._token_head.backward(
             self._hidden[m][0],
@@ -179,10 +201,12 @@ class LayerMajorPass:
         self._grad.append(grad[None])
         self._hidden[m] = None
 
-    def _do_layer_backward(self, m: int, layer: int, template: nn.Module, accumulator: Accumulator) -> None:
+    def _do_layer_backward(
+        self, m: int, layer: int, template: nn.Module, accumulator: Accumulator, kept: Callable[[], Tensor]
+    ) -> None:
         totals = views(self._layers[layer].plan, accumulator.buffer)
         parameters = [template.get_parameter(local) for local in totals]
-        hidden = self._inputs.take(layer, m).detach().requires_grad_()
+        hidden = kept().detach().requires_grad_()
         with torch.enable_grad():
             output = self._call(m, layer, template, hidden)
         self._grad[m], *grads = torch.autograd.grad(output, [hidden, *parameters], self._grad[m], allow_unused=True)

@@ -22,7 +22,7 @@ ALIGNMENT = 128  # elements; keeps every parameter of a slot on a 256-byte bound
 
 @dataclass(frozen=True)
 class ParameterSpan:
-    """Where one parameter lies in its unit's flat arenas. `name` is its Hugging Face name, `local` that in its module."""
+    """Where a parameter lies in its unit's flat arenas. `name` is its Hugging Face name, `local` that in its module."""
 
     name: str
     local: str

@@ -19,14 +19,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def train(streams, *, layers=4, tied=False, interval=1):
+def train(streams, *, layers=4, **settings):
     """Two steps of one call, one of two calls (gradients added on the host), then scores; returns all results."""
-    config = oracle.tiny_config("qwen2", layers=layers, tied=tied)
+    config = oracle.tiny_config("qwen2", layers=layers, tied=settings.pop("tied", False))
     model = oracle.plain_model(config)
-    engine = oracle.make_engine(
-        model, config, AdamWConfig(lr=1e-2), streams=streams, checkpoint_interval=interval, num_grad_slabs=2
-    )
-    rows = oracle.random_rows([6, 9, 4])
+    engine = oracle.make_engine(model, config, AdamWConfig(lr=1e-2), streams=streams, num_grad_slabs=2, **settings)
+    rows = oracle.random_rows([6, 9, 4, 8, 3])
     batches = oracle.split_micro_batches(rows, 2)
     results = []
     for calls in (1, 1, 2):
@@ -48,23 +46,35 @@ def same_bits(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("tied, interval", [(False, 1), (False, 2), (True, 1), (True, 3)])
-def test_every_allowed_order_gives_the_same_bits(tied, interval):
-    expected = train(None, tied=tied, interval=interval)  # the CPU's inline streams and threads
+SPILL = {"device_activation_gb": 0}
+MODELS = [
+    {},
+    {"layers": 2},
+    {"tied": True},
+    {"checkpoint_interval": 2},
+    {"tied": True, "checkpoint_interval": 3},
+    SPILL,
+    {"checkpoint_interval": 2, "wave_tokens": 20, **SPILL},
+]
+
+
+@pytest.mark.parametrize("settings", MODELS, ids=str)
+def test_every_allowed_order_gives_the_same_bits(settings):
+    expected = train(None, **settings)  # the CPU's inline streams and threads
     for seed in range(8):
-        assert same_bits(train(SimulatedStreams(seed), tied=tied, interval=interval), expected), f"order {seed}"
+        assert same_bits(train(SimulatedStreams(seed), **settings), expected), f"order {seed}"
 
 
 def test_every_wait_is_needed():
-    """With many layers some waits follow from others, with two layers they do not: both models take part."""
-    models = [{"layers": 4}, {"layers": 2}, {"layers": 4, "tied": True}]
+    """Some waits follow from others in most models, and are needed in some: several take part."""
+    models = [{}, {"layers": 2}, {"tied": True}, SPILL, {"layers": 2, "wave_tokens": 15, **SPILL}]
     expected = [train(None, **model) for model in models]
     reasons = set()
     for model in models:
         streams = SimulatedStreams(0)
         train(streams, **model)
         reasons |= streams.waits
-    assert len(reasons) == 20, sorted(reasons)
+    assert len(reasons) == 27, sorted(reasons)
     for reason in sorted(reasons):
         orders = ((seed, index) for seed in range(ORDERS) for index in range(len(models)))
         found = any(goes_wrong(seed, reason, models[index], expected[index]) for seed, index in orders)

@@ -71,6 +71,58 @@ def test_dropout_masks_are_redrawn_in_recomputation():
     assert (without["lm_head.weight"] - plain["lm_head.weight"]).norm() > 0.01 * plain["lm_head.weight"].norm()
 
 
+def gradients_of_a_step(model, config, rows, **settings):
+    """Gradients and norm of one step over `rows`, one per micro-batch, in an engine with `settings`."""
+    engine = oracle.make_engine(model, config, **settings)
+    batches = oracle.split_micro_batches(rows, 1)
+    seen = []
+
+    def loss_fn(index, scores):
+        seen.append(index)
+        return -scores.log_probs.sum() / 40
+
+    outputs = engine.forward_backward(batches, loss_fn)
+    assert seen == list(range(len(rows))) and len(outputs) == len(rows)
+    grads = oracle.engine_gradients(engine)
+    norm = engine.optimizer_step()
+    engine.close()
+    return grads, norm
+
+
+def test_three_waves_with_two_slabs_equal_one_wave():
+    config = oracle.tiny_config("qwen2", layers=4)
+    model = oracle.plain_model(config)
+    rows = oracle.random_rows([9, 14, 6, 11, 5, 8])
+    whole, norm = gradients_of_a_step(model, config, rows)
+    parts, norm_of_parts = gradients_of_a_step(model, config, rows, wave_tokens=23, num_grad_slabs=2)
+    for name, grad in parts.items():
+        assert (grad - whole[name]).norm() <= 1e-6 * whole[name].norm() + 1e-8, name
+    assert norm_of_parts == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_spilled_inputs_give_the_same_bits_as_resident_ones(interval):
+    config = oracle.tiny_config("qwen2", layers=4)
+    model = oracle.plain_model(config)
+    rows = oracle.random_rows([9, 14, 6])
+    resident, norm = gradients_of_a_step(model, config, rows, checkpoint_interval=interval)
+    half = 4 / interval * sum(map(len, rows)) * 32 * 4 / 2 / 2**30
+    for budget in (0.0, half):
+        spilled, spilled_norm = gradients_of_a_step(
+            model, config, rows, checkpoint_interval=interval, device_activation_gb=budget
+        )
+        assert all(torch.equal(spilled[name], resident[name]) for name in resident)
+        assert spilled_norm == norm
+
+
+def test_a_micro_batch_larger_than_a_wave_is_refused():
+    config = oracle.tiny_config("qwen2")
+    engine = oracle.make_engine(oracle.plain_model(config), config, wave_tokens=8)
+    with pytest.raises(ValueError, match="9 tokens exceeds wave_tokens=8"):
+        engine.forward_backward([oracle.pack(oracle.random_rows([9]))], lambda index, scores: scores.log_probs.sum())
+    engine.close()
+
+
 @pytest.mark.parametrize(
     "config, message",
     [

@@ -1,0 +1,123 @@
+"""The native host AdamW: `native/adamw.c`, compiled once per machine and called by a pool of threads.
+
+It reads gradient, moments and split master once and writes them once: 26 bytes per parameter, which is what the
+host's memory can do and no more. ctypes releases the GIL during a call.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatrain_verl.streaming.host_store import UnitState
+
+logger = logging.getLogger(__name__)
+SOURCE = Path(__file__).parent / "native" / "adamw.c"
+FLAGS = ("-O3", "-shared", "-fPIC")
+LEVELS = ("plain", "AVX2", "AVX-512")
+LINE = 64  # elements; slices of different threads share no cache line in any arena
+
+
+class Settings(ctypes.Structure):
+    """The numbers of one update, as the C code takes them."""
+
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in (
+            "one_minus_lr_decay",
+            "one_minus_beta1",
+            "beta2",
+            "one_minus_beta2",
+            "step_size",
+            "inv_sqrt_bias2",
+            "eps",
+            "grad_scale",
+        )
+    ]
+
+
+class NativeAdamW:
+    """Calls the compiled update on slices of a unit, one per thread.
+
+    Args:
+        threads: of the pool.
+        level: instruction set, an index of `LEVELS`; None takes the best this processor has.
+
+    Raises:
+        OSError: no C compiler, or it failed; the message has its output.
+    """
+
+    def __init__(self, threads: int, level: int | None = None) -> None:
+        self._library = _load()
+        self.level = self._library.adamw_best_level() if level is None else level
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="native AdamW")
+
+    def update(self, unit: UnitState, start: int, end: int, settings: Settings) -> None:
+        """Update elements [start, end) of the arenas of `unit` in place."""
+        lines = -(-(end - start) // LINE)
+        step = -(-lines // self._threads) * LINE
+        slices = [(first, min(first + step, end)) for first in range(start, end, step)]
+        for done in [self._pool.submit(self._update_slice, unit, *part, settings) for part in slices]:
+            done.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+    def _update_slice(self, unit: UnitState, start: int, end: int, settings: Settings) -> None:
+        def pointer(arena: Tensor) -> ctypes.c_void_p:
+            return ctypes.c_void_p(arena.data_ptr() + start * arena.element_size())
+
+        split = unit.low is not None
+        self._library.adamw_update(
+            self.level,
+            ctypes.byref(settings),
+            ctypes.c_int64(end - start),
+            None if split else pointer(unit.weight),
+            pointer(unit.weight) if split else None,
+            pointer(unit.low) if split else None,
+            pointer(unit.exp_avg),
+            pointer(unit.exp_avg_sq),
+            pointer(unit.grad),
+            int(unit.grad.dtype is torch.bfloat16),
+        )
+
+
+@functools.cache
+def _load() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(_compile()))
+    library.adamw_update.restype = None
+    return library
+
+
+def _compile() -> Path:
+    """The shared library of this source, from the user's cache or compiled into it (under a second)."""
+    source = SOURCE.read_bytes()
+    key = hashlib.sha256(source + " ".join(FLAGS).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain_verl"
+    target = cache / f"adamw-{key}.so"
+    if target.exists():
+        return target
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise OSError("no C compiler found (cc, gcc or clang, or the one named by CC)")
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        built = Path(folder) / target.name
+        command = [compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+        built.replace(target)  # another process may have been faster; both files are the same
+    logger.info("compiled the native AdamW kernel into %s", target)
+    return target
