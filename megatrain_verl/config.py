@@ -5,7 +5,7 @@ from dataclasses import dataclass
 COMPUTE_DTYPES = ("bfloat16", "float32")
 GRAD_DTYPES = ("auto", "bfloat16", "float32")
 ATTENTION_IMPLEMENTATIONS = ("auto", "sdpa", "varlen", "flash_attention_2")
-OPTIMIZER_BACKENDS = ("auto", "deepspeed", "torch")
+OPTIMIZER_BACKENDS = ("auto", "native", "deepspeed", "torch")
 
 
 @dataclass
@@ -40,7 +40,7 @@ class StreamingConfig:
     attn_implementation: str = "auto"
     # Tokens per chunk of the token head, whose peak memory is about 10 bytes x chunk x vocabulary.
     head_chunk_tokens: int = 1024
-    # Host AdamW kernel. "auto": DeepSpeed's CPUAdam, or torch's fused AdamW with one warning if it cannot be built.
+    # Host AdamW kernel. "auto": the native one, or torch's fused AdamW with one warning if there is no C compiler.
     optimizer_backend: str = "auto"
     # Threads of the host optimizer. None: the cores this process may use (sched_getaffinity), whatever
     # OMP_NUM_THREADS says (Ray and torchrun set it to 1).

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from megatrain_verl.config import StreamingConfig
+from megatrain_verl.streaming.chunked_adamw import chunk_size
 from megatrain_verl.streaming.gradients import SLAB_ELEMENTS
-from megatrain_verl.streaming.host_adamw import chunk_size, usable_cores
+from megatrain_verl.streaming.host_adamw import usable_cores
 from megatrain_verl.streaming.host_store import arena_dtypes
 from megatrain_verl.streaming.model_plan import ModelPlan
 

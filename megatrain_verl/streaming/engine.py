@@ -29,10 +29,11 @@ from megatrain_verl.streaming.device_batch import to_device
 from megatrain_verl.streaming.device_plan import activation_budget
 from megatrain_verl.streaming.device_ring import DeviceRing, TransferCounters
 from megatrain_verl.streaming.gradients import GradientPath
-from megatrain_verl.streaming.host_adamw import AdamWStep, HostAdamW
+from megatrain_verl.streaming.host_adamw import HostAdamW
 from megatrain_verl.streaming.host_store import DTYPES, ParameterState, UnitState
 from megatrain_verl.streaming.layer_major import LayerMajorPass, LossFunction
 from megatrain_verl.streaming.model_plan import plan_model
+from megatrain_verl.streaming.optimizer_step import AdamWStep
 from megatrain_verl.streaming.streams import DeviceStreams, Event, Streams
 from megatrain_verl.streaming.token_head import TokenHead
 

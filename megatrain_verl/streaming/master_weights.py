@@ -14,9 +14,9 @@ from torch import Tensor
 def split_master(master: Tensor, high: Tensor, low: Tensor) -> None:
     """Write the halves of `master` (float32, n) into `high` (bfloat16, n) and `low` (int16, n)."""
     bits = master.view(torch.int32)
-    rounded = (bits + 0x8000) >> 16
-    high.view(torch.int16).copy_(rounded)  # int32 -> int16 keeps the low 16 bits
-    low.copy_(bits - (rounded << 16))
+    # int32 -> int16 keeps the low 16 bits, and those of `bits` are what the low half is, as a signed number.
+    high.view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))
+    low.copy_(bits)
 
 
 def join_master(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:

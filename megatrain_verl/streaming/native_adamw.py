@@ -8,6 +8,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain_verl.streaming.host_store import UnitState
+from megatrain_verl.streaming.optimizer_step import AdamWStep
 
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "native" / "adamw.c"
@@ -44,6 +46,21 @@ class Settings(ctypes.Structure):
         )
     ]
 
+    @classmethod
+    def of(cls, step: AdamWStep, weight_decay: float) -> "Settings":
+        """The numbers of `step`, computed in double precision and rounded once."""
+        beta1, beta2 = step.betas
+        return cls(
+            one_minus_lr_decay=1 - step.lr * weight_decay,
+            one_minus_beta1=1 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1 - beta2,
+            step_size=step.lr / (1 - beta1**step.step),
+            inv_sqrt_bias2=1 / math.sqrt(1 - beta2**step.step),
+            eps=step.eps,
+            grad_scale=step.grad_scale,
+        )
+
 
 class NativeAdamW:
     """Calls the compiled update on slices of a unit, one per thread.
@@ -56,17 +73,23 @@ class NativeAdamW:
         OSError: no C compiler, or it failed; the message has its output.
     """
 
+    name = "native"
+
     def __init__(self, threads: int, level: int | None = None) -> None:
         self._library = _load()
         self.level = self._library.adamw_best_level() if level is None else level
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="native AdamW")
 
-    def update(self, unit: UnitState, start: int, end: int, settings: Settings) -> None:
+    def start_thread(self) -> None:
+        """Nothing to do: the threads are the pool's own."""
+
+    def update(self, unit: UnitState, start: int, end: int, step: AdamWStep, weight_decay: float) -> None:
         """Update elements [start, end) of the arenas of `unit` in place."""
+        settings = Settings.of(step, weight_decay)
         lines = -(-(end - start) // LINE)
-        step = -(-lines // self._threads) * LINE
-        slices = [(first, min(first + step, end)) for first in range(start, end, step)]
+        share = -(-lines // self._threads) * LINE
+        slices = [(first, min(first + share, end)) for first in range(start, end, share)]
         for done in [self._pool.submit(self._update_slice, unit, *part, settings) for part in slices]:
             done.result()
 

@@ -1,0 +1,110 @@
+"""The arenas: their sizes and types, page kinds, and exact master weights."""
+
+import os
+import resource
+
+import pytest
+import torch
+
+from megatrain_verl.config import StreamingConfig
+from megatrain_verl.streaming.host_memory import HostBuffer
+from megatrain_verl.streaming.host_store import SPLIT_CHUNK, ParameterState, UnitState, arena_dtypes
+from megatrain_verl.streaming.master_weights import join_master, split_master
+from megatrain_verl.streaming.model_plan import ParameterSpan, UnitPlan, plan_model
+from tests.oracle import tiny_config
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainable", "reference", "bytes_per_parameter"),
+    [
+        ({}, True, False, 14),
+        ({}, True, True, 16),
+        ({"grad_dtype": "float32"}, True, True, 18),
+        ({"dtype": "float32"}, True, False, 16),
+        ({"dtype": "float32"}, True, True, 20),
+        ({}, False, False, 2),
+    ],
+)
+def test_bytes_per_parameter(settings: dict, trainable: bool, reference: bool, bytes_per_parameter: int) -> None:
+    config, plan = StreamingConfig(**settings), plan_model(tiny_config("qwen2", tied=True))
+    dtypes = arena_dtypes(config, trainable=trainable, reference=reference)
+    assert sum(dtype.itemsize for dtype in dtypes.values()) == bytes_per_parameter
+    state = ParameterState.allocate(plan, config, trainable=trainable, reference=reference, register=False)
+    assert state.nbytes == bytes_per_parameter * sum(unit.numel for unit in plan.units)
+    for unit in state.units:
+        for kind, dtype in dtypes.items():
+            arena = getattr(unit, kind)
+            assert (arena.dtype, arena.numel()) == (dtype, unit.plan.numel) and not arena.any(), kind
+
+
+def test_halves_hold_every_float_exactly() -> None:
+    """A million bit patterns over all finite floats, and the corners."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 20,), dtype=torch.int32, generator=generator)
+    corners = [0, -(1 << 31), 1, 0x7F7FFFFF, 0x3F808000, 0x3F807FFF, 0x00800000, 0x007FFFFF, -0x00800001]
+    bits = torch.cat([bits, torch.tensor(corners, dtype=torch.int32)])
+    master = bits.view(torch.float32)[bits.view(torch.float32).isfinite()]
+    high, low = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.int16)
+    split_master(master, high, low)
+    assert torch.equal(join_master(high, low).view(torch.int32), master.view(torch.int32))
+    # The high half is the nearest bfloat16: off torch's rounding on exact ties only.
+    other = high.view(torch.int16) != master.to(torch.bfloat16).view(torch.int16)
+    assert ((master.view(torch.int32)[other] & 0xFFFF) == 0x8000).all()
+
+
+def test_large_parameter_is_written_in_chunks() -> None:
+    size = SPLIT_CHUNK + 1000
+    span = ParameterSpan("p", "p", torch.Size([2, size // 2]), 128)
+    plan = UnitPlan("unit", [span], 128 + -(-size // 128) * 128)
+    unit = UnitState(plan, torch.zeros(plan.numel, dtype=torch.bfloat16), torch.zeros(plan.numel, dtype=torch.int16))
+    value = torch.randn(span.shape, generator=torch.Generator().manual_seed(0))
+    kept = value.clone()
+    unit.write(span, value)
+    assert torch.equal(unit.master(128, 128 + size).view(span.shape), value)
+    assert torch.equal(value, kept)  # the caller's tensor, maybe a mapped file, stays as it is
+    assert not unit.master(0, 128).any() and not unit.master(128 + size).any()
+
+
+def test_reference_equals_the_weights_until_they_change() -> None:
+    plan = plan_model(tiny_config("qwen2"))
+    state = ParameterState.allocate(plan, StreamingConfig(), trainable=True, reference=True, register=False)
+    unit = state.units[1]
+    unit.weight.fill_(1.0)
+    assert unit.source(reference=True) is unit.weight
+    unit.keep_reference()
+    unit.weight.fill_(2.0)
+    unit.keep_reference()  # only the first call copies
+    assert unit.source(reference=True).unique().tolist() == [1.0]
+    assert unit.source(reference=False).unique().tolist() == [2.0]
+
+
+def test_shared_arenas_can_be_mapped_again() -> None:
+    """What another process sees through the memfd is the arena itself."""
+    buffer = HostBuffer(1 << 16, "shared arena", shared=True, register=False)
+    buffer.view(torch.float32).fill_(3.0)
+    with open(f"/proc/self/fd/{buffer.fd}", "rb") as file:
+        seen = torch.frombuffer(bytearray(file.read()), dtype=torch.float32)
+    assert torch.equal(seen, torch.full((1 << 14,), 3.0))
+    descriptor = buffer.fd
+    buffer.close()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+def test_refused_private_allocation_names_arena_and_size() -> None:
+    with pytest.raises(MemoryError, match=r"cannot allocate 1073741824.00 GiB of host memory for layers.7.exp_avg"):
+        HostBuffer(1 << 60, "layers.7.exp_avg", shared=False, register=False)  # beyond the address space
+
+
+def test_refused_shared_allocation_names_arena_and_leaves_no_file_open() -> None:
+    # A file size limit refuses a small block. A huge one is no test: the kernel reserves page after page of it until
+    # it kills processes for memory, other ones included.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    open_files = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(MemoryError, match=r"cannot allocate 0.00 GiB of host memory for layers.7.exp_avg"):
+            HostBuffer(4 << 20, "layers.7.exp_avg", shared=True, register=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == open_files
