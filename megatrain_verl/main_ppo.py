@@ -1,0 +1,19 @@
+"""`python -m megatrain_verl.main_ppo`: verl's PPO/GRPO trainer on the streaming engine; options as in verl.
+
+The same as `python -m verl.trainer.main_ppo model_engine=megatrain`, and works where Hydra does not find this
+package's search-path plug-in.
+"""
+
+import hydra
+from omegaconf import DictConfig
+from verl.trainer import main_ppo
+
+
+@hydra.main(config_path="verl_backend/conf", config_name="megatrain_ppo", version_base=None)
+def main(config: DictConfig) -> None:
+    """Train as verl's `main_ppo` does."""
+    main_ppo.main.__wrapped__(config)
+
+
+if __name__ == "__main__":
+    main()

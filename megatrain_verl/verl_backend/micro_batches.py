@@ -1,0 +1,82 @@
+"""verl's jagged tensors to the engine's packed micro-batches, and scores back to jagged tensors."""
+
+from collections.abc import Mapping
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.dataset.dataset_utils import DatasetPadMode
+from verl.utils.model import extract_multi_modal_inputs
+
+from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs
+
+LEAST_TEMPERATURE = 1e-8  # verl's FSDP engine clamps there
+
+
+def check_batch(data: TensorDict) -> None:
+    """Refuse what would be trained wrongly.
+
+    Raises:
+        ValueError: a padded or multi-modal batch, or distillation.
+    """
+    pad_mode = tu.get_non_tensor_data(data, "pad_mode", DatasetPadMode.NO_PADDING)
+    if pad_mode != DatasetPadMode.NO_PADDING or not data["input_ids"].is_nested:
+        raise ValueError(f"megatrain takes batches without padding (pad_mode=no_padding), got {pad_mode}")
+    if data["position_ids"].dim() > 2 or extract_multi_modal_inputs(data.get("multi_modal_inputs", [])):
+        raise ValueError("images, video and audio are not supported by megatrain")
+    for option in ("distillation_use_topk", "distillation_only"):
+        if tu.get_non_tensor_data(data, option, False):
+            raise ValueError(f"top-k distillation ({option}) is not supported by megatrain")
+
+
+def to_micro_batch(data: TensorDict) -> MicroBatch:
+    """The packed rows of `data`, whose `input_ids` and `position_ids` are jagged (B, j)."""
+    input_ids, temperature = data["input_ids"], data["temperature"]
+    if isinstance(temperature, Tensor):
+        temperature = temperature.float().clamp_min(LEAST_TEMPERATURE)
+    return MicroBatch(
+        input_ids=input_ids.values(),
+        position_ids=data["position_ids"].values(),
+        row_lengths=input_ids.offsets().diff().tolist(),
+        temperature=temperature,
+        score_mask=score_mask(data),
+    )
+
+
+def score_mask(data: TensorDict) -> Tensor | None:
+    """(T,) bool: the positions whose scores verl's losses use; None where that is not known (all are scored).
+
+    Position t scores token t + 1, so a mask over tokens moves one to the left. In RL `response_mask` is jagged over
+    the response, in SFT `loss_mask` over the whole row.
+    """
+    offsets = data["input_ids"].offsets()
+    tokens = data["input_ids"].values().shape[0]
+    response_mask, loss_mask = data.get("response_mask", None), data.get("loss_mask", None)
+    if _is_jagged(response_mask) and "responses" in data:
+        wanted = torch.zeros(tokens, dtype=torch.bool)
+        for end, mask in zip(offsets[1:].tolist(), response_mask.unbind(), strict=True):
+            wanted[end - 1 - mask.shape[0] : end - 1] = mask.bool()
+        return wanted
+    if _is_jagged(loss_mask) and loss_mask.values().shape[0] == tokens:
+        return loss_mask.values().bool().roll(-1)
+    return None
+
+
+def to_model_output(outputs: TokenOutputs, input_ids: Tensor) -> dict[str, Tensor]:
+    """verl's `model_output`: each score of `outputs` as a jagged (B, j) tensor with the rows of `input_ids`."""
+    scores: Mapping[str, Tensor | None] = {
+        "log_probs": outputs.log_probs,
+        "entropy": outputs.entropy,
+        "sum_pi_squared": outputs.sum_pi_squared,
+    }
+    offsets = input_ids.offsets().to(outputs.log_probs.device)
+    return {
+        name: torch.nested.nested_tensor_from_jagged(score, offsets)
+        for name, score in scores.items()
+        if score is not None
+    }
+
+
+def _is_jagged(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_nested

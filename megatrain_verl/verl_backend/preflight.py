@@ -1,0 +1,101 @@
+"""Checks of a whole verl run in the driver, before Ray, the models and the rollout start.
+
+Called by `verl_patches.config_checks`; every error is a ValueError that names the option and the remedy.
+"""
+
+import copy
+
+from omegaconf import DictConfig
+from transformers import PretrainedConfig
+from verl.trainer.distillation import is_distillation_enabled
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_name
+from verl.workers.config import HFModelConfig
+
+from megatrain_verl.resources import check_shared_memory
+from megatrain_verl.streaming.attention import check_available
+from megatrain_verl.streaming.model_plan import plan_model
+from megatrain_verl.verl_backend import prompt_files, registration
+
+MIB = 1 << 20
+
+
+def check_options(config: DictConfig) -> None:
+    """Refuse what the options alone show to be impossible; `config` is a whole verl run with a megatrain actor."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    if not trainer.use_v1:
+        raise ValueError("verl's legacy trainer is not supported by megatrain; set trainer.use_v1=True")
+    registration.refuse_several_processes(trainer.n_gpus_per_node * trainer.nnodes)
+    if trainer.v1.trainer_mode == "separate_async":
+        raise ValueError("trainer.v1.trainer_mode=separate_async is not supported by megatrain; use sync")
+    if rollout.checkpoint_engine.backend != "naive":
+        raise ValueError(
+            "megatrain sends weights to a rollout on the same GPU only; set "
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"
+        )
+    if is_distillation_enabled(config.get("distillation")):
+        raise ValueError("distillation is not supported by megatrain; set distillation.enabled=False")
+    if not rollout.temperature > 0:
+        raise ValueError(f"actor_rollout_ref.rollout.temperature must be positive to train, got {rollout.temperature}")
+    _check_token_budgets(config)
+
+
+def check_inputs(config: DictConfig) -> None:
+    """Refuse a model, shared memory or data set with which the run would fail later or train wrongly."""
+    model: HFModelConfig = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    engine = config.actor_rollout_ref.actor.megatrain
+    device = get_device_name()
+    check_available(engine.get("attn_implementation", "auto"), engine.get("dtype", "bfloat16"), device)
+    _check_length(config, model.hf_config)
+    _check_weight_transfer(config, model.hf_config, device)
+    prompt_files.check(config.data, model.tokenizer, model.processor)
+
+
+def longest_row(config: DictConfig) -> int:
+    """Tokens of the longest prompt with the longest response that the options allow."""
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def _check_token_budgets(config: DictConfig) -> None:
+    actor, ref, rollout = (config.actor_rollout_ref[name] for name in ("actor", "ref", "rollout"))
+    if not actor.use_dynamic_bsz:
+        return
+    budgets = {
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu,
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": ref.log_prob_max_token_len_per_gpu,
+    }
+    for option, tokens in budgets.items():
+        if tokens is not None and tokens < longest_row(config):
+            raise ValueError(
+                f"{option}={tokens} is less than data.max_prompt_length + data.max_response_length = "
+                f"{longest_row(config)}: one row would not fit into a micro-batch"
+            )
+
+
+def _check_length(config: DictConfig, hf_config: PretrainedConfig) -> None:
+    limit = config.actor_rollout_ref.actor.megatrain.get("max_seq_len")
+    name = "actor_rollout_ref.actor.megatrain.max_seq_len"
+    if limit is None:
+        limit, name = getattr(hf_config, "max_position_embeddings", None), "the model's max_position_embeddings"
+    if limit is not None and longest_row(config) > limit:
+        raise ValueError(
+            f"data.max_prompt_length + data.max_response_length = {longest_row(config)} exceeds {name} = {limit}"
+        )
+
+
+def _check_weight_transfer(config: DictConfig, hf_config: PretrainedConfig, device: str) -> None:
+    """The model must be one that the engine trains; without CUDA IPC each weight must fit into the shared buffer."""
+    plan = plan_model(copy.deepcopy(hf_config))
+    if device != "cpu":
+        return
+    option = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
+    itemsize = 4 if config.actor_rollout_ref.actor.megatrain.get("dtype") == "float32" else 2
+    largest = max((span for unit in plan.units for span in unit.spans), key=lambda span: span.numel)
+    if largest.numel * itemsize > bucket:
+        raise ValueError(
+            f"{largest.name} has {largest.numel * itemsize} bytes and does not fit into the weight transfer's buffer; "
+            f"set {option}={-(-largest.numel * itemsize // MIB)} or more"
+        )
+    check_shared_memory(bucket)

@@ -1,0 +1,93 @@
+"""Engines on the CPU platform, in this process, for every test of the verl backend."""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+pytest.importorskip("verl")
+
+import megatrain_verl.verl_backend.plugin  # noqa: E402, F401, I001  (before verl asks for its platform)
+from verl.trainer.config import CheckpointConfig  # noqa: E402
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
+from verl.workers.engine import EngineRegistry  # noqa: E402
+from verl.workers.engine.fsdp import FSDPEngineWithLMHead  # noqa: E402
+
+from megatrain_verl.verl_backend.config import MegaTrainEngineConfig  # noqa: E402
+from megatrain_verl.verl_backend.engine import MegaTrainEngine  # noqa: E402
+from tests.verl_backend.cases import save_tiny_model  # noqa: E402
+
+LR = 1e-2
+STEPS = 8
+
+
+@pytest.fixture(scope="session")
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    # The name that verl gives it on the CPU platform.
+    torch.distributed.init_process_group("cpu:gloo,cpu:gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> HFModelConfig:
+    return HFModelConfig(path=str(save_tiny_model(tmp_path_factory.mktemp("tiny"))))
+
+
+@pytest.fixture(scope="session")
+def tiny_tied(tmp_path_factory: pytest.TempPathFactory) -> HFModelConfig:
+    return HFModelConfig(path=str(save_tiny_model(tmp_path_factory.mktemp("tied"), tied=True)))
+
+
+@pytest.fixture
+def make(process_group: None) -> Iterator[Callable[..., MegaTrainEngine]]:
+    """Makes initialised float32 engines and closes them after the test."""
+    engines = []
+
+    def make_engine(
+        model: HFModelConfig,
+        *,
+        optim: dict[str, Any] | None = None,
+        contents: tuple[str, ...] = ("model", "optimizer", "extra", "hf_model"),
+        **options: Any,
+    ) -> MegaTrainEngine:
+        engine = EngineRegistry.new(
+            model_type="language_model",
+            backend="megatrain",
+            model_config=model,
+            engine_config=MegaTrainEngineConfig(**{"dtype": "float32", "optimizer_backend": "torch", **options}),
+            optimizer_config=FSDPOptimizerConfig(**{"lr": LR, "total_training_steps": STEPS, **(optim or {})}),
+            checkpoint_config=CheckpointConfig(save_contents=list(contents), load_contents=list(contents)),
+        )
+        engine.initialize()
+        engines.append(engine)
+        return engine
+
+    yield make_engine
+    for engine in engines:
+        engine.streaming.close()
+
+
+@pytest.fixture
+def make_fsdp(process_group: None) -> Callable[[HFModelConfig], FSDPEngineWithLMHead]:
+    """Makes verl's own FSDP2 engine in float32 on the CPU."""
+
+    def make_engine(model: HFModelConfig) -> FSDPEngineWithLMHead:
+        model = copy.deepcopy(model)
+        model.hf_config._attn_implementation = "sdpa"
+        precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+        engine = FSDPEngineWithLMHead(
+            model_config=model,
+            engine_config=FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, mixed_precision=precision),
+            optimizer_config=FSDPOptimizerConfig(lr=LR, total_training_steps=STEPS),
+            checkpoint_config=CheckpointConfig(),
+        )
+        engine.initialize()
+        return engine
+
+    return make_engine

@@ -1,0 +1,167 @@
+"""Real GRPO on the CPU: verl's trainer, a real vLLM and the engine, in two starts of Ray (about two minutes each)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.verl_backend.cases import save_tiny_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return sum(character.isalpha() for character in solution_str) / max(1, len(solution_str))
+"""
+OPTIONS = [
+    "algorithm.adv_estimator=grpo",
+    "data.train_batch_size=4",
+    "data.max_prompt_length=64",
+    "data.max_response_length=16",
+    "data.dataloader_num_workers=0",
+    f"{ACTOR}.optim.lr=1e-3",
+    f"{ACTOR}.ppo_mini_batch_size=2",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+    f"{ACTOR}.use_torch_compile=False",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+    f"{ROLLOUT}.name=vllm",
+    f"{ROLLOUT}.n=4",
+    f"{ROLLOUT}.dtype=float32",
+    f"{ROLLOUT}.calculate_log_probs=True",
+    f"{ROLLOUT}.tensor_model_parallel_size=1",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+    f"{ROLLOUT}.enforce_eager=True",
+    f"{ROLLOUT}.free_cache_engine=False",
+    f"+{ROLLOUT}.enable_sleep_mode=False",
+    f"{ROLLOUT}.max_model_len=128",
+    f"{ROLLOUT}.max_num_seqs=16",
+    f"{ROLLOUT}.max_num_batched_tokens=256",
+    f"{ROLLOUT}.agent.num_workers=1",
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=16",
+    "reward.num_workers=1",
+    "reward.custom_reward_function.name=compute_score",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "trainer.device=cpu",
+    "trainer.n_gpus_per_node=1",
+    "trainer.nnodes=1",
+    "trainer.val_before_train=False",
+    "trainer.logger=[console,file]",
+    "trainer.save_freq=1",
+    "ray_kwargs.ray_init.num_cpus=16",
+    "+ray_kwargs.ray_init.num_gpus=1",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grpo")
+    save_tiny_model(folder / "model")
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"What is {a} plus {b}?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"index": 10 * a + b},
+        }
+        for a in range(4)
+        for b in range(4)
+    ]
+    pandas.DataFrame(rows).to_parquet(folder / "prompts.parquet")
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def train(folder: Path, module: str, steps: int, *options: str) -> tuple[dict[int, dict[str, Any]], str]:
+    """Run `python -m module` until step `steps`; returns the metrics by step and what was printed."""
+    metrics = folder / f"until_{steps}.jsonl"
+    environment = {
+        "VERL_PLATFORM": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+    }
+    files = [
+        f"data.train_files={folder}/prompts.parquet",
+        f"data.val_files={folder}/prompts.parquet",
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"reward.custom_reward_function.path={folder}/reward.py",
+        f"trainer.default_local_dir={folder}/checkpoints",
+        f"trainer.total_training_steps={steps}",
+    ]
+    run = subprocess.run(
+        [sys.executable, "-m", module, *OPTIONS, *files, *options],
+        env={**os.environ, **environment},
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=600,
+    )
+    (folder / f"until_{steps}.log").write_text(run.stdout)
+    assert run.returncode == 0, f"see {folder}/until_{steps}.log, which ends with\n{run.stdout[-3000:]}"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {line["step"]: line["data"] for line in lines}, run.stdout
+
+
+def test_grpo_and_resume(folder: Path) -> None:
+    """The stock command with the reference in the actor; then, resumed by the other command, with a separate one."""
+    steps, printed = train(
+        folder,
+        "verl.trainer.main_ppo",
+        3,
+        f"{ACTOR}.strategy=megatrain",
+        f"+{ACTOR}.megatrain.dtype=float32",
+        f"+{ACTOR}.megatrain.checkpoint_interval=2",
+        f"{ACTOR}.use_kl_loss=True",
+        f"{ACTOR}.use_dynamic_bsz=True",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=200",
+        f"{ROLLOUT}.log_prob_use_dynamic_bsz=True",
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu=300",
+        f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "trainer.max_actor_ckpt_to_keep=1",
+    )
+    assert "host memory of the megatrain actor" in printed and "megatrain reference" not in printed
+    assert sorted(steps) == [1, 2, 3]
+    _check_steps(steps)
+    assert steps[3]["actor/kl_loss"] > steps[1]["actor/kl_loss"] > 0
+    checkpoints = folder / "checkpoints"
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert [(checkpoints / f"global_step_{step}" / "actor").exists() for step in (1, 2, 3)] == [False, True, True]
+    _check_export(folder, checkpoints / "global_step_3" / "actor" / "huggingface")
+
+    steps, printed = train(
+        folder,
+        "megatrain_verl.main_ppo",
+        4,
+        f"{ACTOR}.megatrain.dtype=float32",
+        f"{ACTOR}.megatrain.ref_in_actor=False",
+        f"{ACTOR}.use_kl_loss=False",
+        "algorithm.use_kl_in_reward=True",
+        f"{ACTOR}.entropy_coeff=0.01",
+    )
+    assert "host memory of the megatrain reference" in printed and "resumed from checkpoint" in printed
+    assert sorted(steps) == [4]
+    _check_steps(steps)
+    assert steps[4]["actor/reward_kl_penalty"] > 1e-3  # the reference is MODEL_PATH, not what was resumed
+
+
+def _check_steps(steps: dict[int, dict[str, Any]]) -> None:
+    for metrics in steps.values():
+        assert metrics["training/rollout_probs_diff_max"] <= 1e-3
+        assert metrics["actor/grad_norm"] > 0 and metrics["actor/lr"] == pytest.approx(1e-3)
+
+
+def _check_export(folder: Path, exported: Path) -> None:
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder / "model", exported))
+    moved = [(after[name] - before[name]).abs().max().item() for name in before]
+    assert min(moved) > 1e-4 and all(torch.isfinite(weight).all() for weight in after.values())

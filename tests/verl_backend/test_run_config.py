@@ -1,0 +1,196 @@
+"""Whole verl configurations: composed by Hydra as the three commands do it, and checked in the driver."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pandas
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+from transformers import T5Config
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.config import HFModelConfig
+
+import megatrain_verl.verl_backend.conf
+from megatrain_verl.verl_backend import preflight
+from megatrain_verl.verl_backend.config import MegaTrainActorConfig, MegaTrainEngineConfig
+
+GROUP, STOCK = "model_engine=megatrain", "actor_rollout_ref.actor.strategy=megatrain"
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    prompts = [[{"role": "user", "content": f"What is {i} plus {i}?"}] for i in range(8)]
+    prompts[5][0]["content"] *= 3
+    pandas.DataFrame({"prompt": prompts}).to_parquet(folder / "train.parquet")
+    pandas.DataFrame({"prompt": prompts[:2]}).to_parquet(folder / "test.parquet")
+    pandas.DataFrame({"prompt": prompts[:0]}).to_parquet(folder / "empty.parquet")
+    (folder / "broken.json").write_text('{"prompt": [}\n')
+    return folder
+
+
+def run_config(tiny: HFModelConfig, data: Path, *overrides: str) -> DictConfig:
+    """verl's main configuration with small numbers, the tiny model and `overrides`."""
+    small = [
+        f"actor_rollout_ref.model.path={tiny.path}",
+        f"data.train_files={data}/train.parquet",
+        f"data.val_files={data}/test.parquet",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=100",
+        "data.max_response_length=16",
+        f"{ACTOR}.ppo_mini_batch_size=4",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16",
+        "algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=1",
+    ]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*small, *overrides])
+
+
+def check(config: DictConfig, use_kl: bool = True) -> None:
+    """What verl does in the driver."""
+    validate_config(config, use_reference_policy=use_kl, use_critic=False)
+
+
+# ------------------------------------------------------------------------------------------------------- composing
+
+
+def test_yaml_lists_every_option_with_its_default() -> None:
+    folder = Path(megatrain_verl.verl_backend.conf.__file__).parent
+    listed = yaml.safe_load((folder / "engine" / "megatrain.yaml").read_text())
+    target, defaults = listed.pop("_target_"), MegaTrainEngineConfig()
+    assert target.endswith(MegaTrainEngineConfig.__name__)
+    set_by_verl = {"use_dynamic_bsz", "use_fused_kernels", "use_remove_padding", "router_replay", "_target_"} | {
+        f"{kind}{name}_per_gpu" for kind in ("", "infer_") for name in ("max_token_len", "micro_batch_size")
+    }
+    assert set(listed) == {field.name for field in fields(MegaTrainEngineConfig)} - set_by_verl
+    listed.pop("ref_in_actor")  # True for the RL actor, whose group sets it; an SFT engine needs no reference
+    assert {name: getattr(defaults, name) for name in listed} == listed
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [GROUP, f"{ACTOR}.megatrain.checkpoint_interval=2", f"{ACTOR}.megatrain.dtype=float32"],
+        [STOCK, f"+{ACTOR}.megatrain.checkpoint_interval=2", f"+{ACTOR}.megatrain.dtype=float32"],
+    ],
+    ids=["group", "stock command"],
+)
+def test_both_commands_reach_the_engine(tiny: HFModelConfig, data: Path, overrides: list[str]) -> None:
+    config = run_config(tiny, data, *overrides)
+    check(config)
+    OmegaConf.resolve(config)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert type(actor) is MegaTrainActorConfig and actor.engine.strategy == actor.strategy == "megatrain"
+    assert (actor.engine.checkpoint_interval, actor.engine.dtype, actor.engine.seed) == (2, "float32", 42)
+    assert actor.engine.ref_in_actor and not actor.engine.forward_only
+    assert actor.engine.update_weights_bucket_megabytes == 16
+    ref = config.actor_rollout_ref.ref.megatrain
+    assert ref.forward_only and ref.dtype == "float32"
+
+
+@pytest.mark.parametrize("command", [GROUP, STOCK])
+def test_reference_weights_are_kept_only_for_a_kl_term(tiny: HFModelConfig, data: Path, command: str) -> None:
+    for use_kl in (True, False):
+        config = run_config(tiny, data, command)
+        check(config, use_kl)
+        assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine.ref_in_actor is use_kl
+
+
+def test_own_command_composes_the_group() -> None:
+    with initialize_config_module("megatrain_verl.verl_backend.conf", version_base=None):
+        config = compose("megatrain_ppo")
+    assert config.actor_rollout_ref.actor.strategy == "megatrain" and "megatrain" in config.actor_rollout_ref.actor
+
+
+def test_other_strategies_are_not_touched(tiny: HFModelConfig, data: Path) -> None:
+    config = run_config(tiny, data, "data.train_files=missing.parquet")
+    before = OmegaConf.to_container(config)
+    check(config)
+    assert OmegaConf.to_container(config) == before
+
+
+# ------------------------------------------------------------------------------------------- refused in the driver
+
+REFUSED = {
+    "unknown option": ([GROUP, f"+{ACTOR}.megatrain.checkpoint_intervall=2"], "did you mean checkpoint_interval"),
+    "unknown option, stock": ([STOCK, f"+{ACTOR}.megatrain.dtypee=1"], "did you mean dtype"),
+    "unknown actor option": ([STOCK, f"+{ACTOR}.use_kl_los=True"], "did you mean use_kl_loss"),
+    "dtype": ([GROUP, f"{ACTOR}.megatrain.dtype=float16"], "dtype must be one of bfloat16, float32"),
+    "attention": ([GROUP, f"{ACTOR}.megatrain.attn_implementation=eager"], "attn_implementation must be one of"),
+    "attention here": ([GROUP, f"{ACTOR}.megatrain.attn_implementation=varlen"], "varlen runs in bfloat16 on CUDA"),
+    "optimizer": ([GROUP, f"{ACTOR}.optim.optimizer=Adam"], "Adam of torch.optim is not supported"),
+    "offload": ([GROUP, f"{ACTOR}.megatrain.param_offload=False"], "param_offload=False is not possible"),
+    "asynchronous save": ([GROUP, f"{ACTOR}.checkpoint.async_save=True"], "async_save=True is not supported"),
+    "contents": ([GROUP, f"{ACTOR}.checkpoint.save_contents=[modell]"], "unknown option modell.*did you mean model"),
+    "half a state": ([GROUP, f"{ACTOR}.checkpoint.save_contents=[model]"], "model and optimizer"),
+    "several GPUs": ([GROUP, "trainer.n_gpus_per_node=2"], "several GPUs are not supported yet.*n_gpus_per_node=1"),
+    "several nodes": ([GROUP, "trainer.nnodes=2"], "several GPUs are not supported yet"),
+    "legacy trainer": ([GROUP, "trainer.use_v1=False"], "trainer.use_v1=True"),
+    "separate rollout": ([GROUP, "trainer.v1.trainer_mode=separate_async"], "separate_async is not supported"),
+    "weight transfer": ([GROUP, "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"], "backend=naive"),
+    "LoRA": ([GROUP, "actor_rollout_ref.model.lora_rank=8"], "LoRA is not supported"),
+    "sequence parallelism": ([STOCK, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"], "ulysses"),
+    "greedy sampling": ([GROUP, "actor_rollout_ref.rollout.temperature=0"], "temperature must be positive"),
+    "rows beyond the model": ([GROUP, "data.max_prompt_length=120"], "136 exceeds the model's max_position_embeddings"),
+    "rows beyond the limit": ([GROUP, f"{ACTOR}.megatrain.max_seq_len=99"], "116 exceeds .*max_seq_len = 99"),
+    "token budget": (
+        [GROUP, f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=100"],
+        "ppo_max_token_len_per_gpu=100 is less than",
+    ),
+    "prompt over the limit": ([GROUP, "data.max_prompt_length=60"], "1 of 8 prompts, the first in row 5.*filter_over"),
+    "too few prompts": (
+        [GROUP, "data.max_prompt_length=60", "data.filter_overlong_prompts=True", "data.train_batch_size=8"],
+        "has 7 usable prompts .* at least 8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused_before_anything_starts(tiny: HFModelConfig, data: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises((ValueError, InstantiationException), match=f"(?s){message}"):
+        check(run_config(tiny, data, *overrides))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("empty.parquet", "has no rows"), ("absent.parquet", "does not exist"), ("broken.json", "cannot be read")],
+)
+def test_prompt_files_are_read_before_anything_starts(tiny: HFModelConfig, data: Path, name: str, message: str) -> None:
+    for option in ("train_files", "val_files"):
+        with pytest.raises(ValueError, match=f"data.{option}.*{name}.*{message}"):
+            check(run_config(tiny, data, GROUP, f"data.{option}={data / name}"))
+
+
+@pytest.mark.parametrize("option", ["data.filter_overlong_prompts=True", "data.truncation=left"])
+def test_long_prompts_may_be_dropped_or_cut(tiny: HFModelConfig, data: Path, option: str) -> None:
+    check(run_config(tiny, data, GROUP, "data.max_prompt_length=60", option))
+
+
+def test_encoder_decoder_model_is_refused(tiny: HFModelConfig, data: Path, tmp_path: Path) -> None:
+    T5Config(architectures=["T5ForConditionalGeneration"], vocab_size=100, d_model=8).save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="t5 is an encoder-decoder model"):
+        check(run_config(tiny, data, GROUP, f"actor_rollout_ref.model.path={tmp_path}"))
+
+
+def test_weight_that_exceeds_the_transfer_buffer_is_refused(
+    tiny: HFModelConfig, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "MIB", 1 << 10)
+    bucket = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    with pytest.raises(ValueError, match=f"embed_tokens.weight has 33152 bytes.*set {bucket}=33 or more"):
+        check(run_config(tiny, data, GROUP))
+
+
+def test_shared_memory_must_take_the_transfer_buffer(tiny: HFModelConfig, data: Path) -> None:
+    bucket = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    with pytest.raises(ValueError, match="/dev/shm"):
+        check(run_config(tiny, data, GROUP, f"{bucket}={1 << 30}"))
