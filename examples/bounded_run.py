@@ -1,0 +1,78 @@
+"""Run a command with a time limit and leave no process of it behind: `python bounded_run.py SECONDS COMMAND...`
+
+Ray starts its servers, and vLLM its engine, in sessions of their own: ending the command's process group is not enough.
+This process makes itself the parent of every orphan below it (Linux' child subreaper), so that whatever the command
+has started stays its descendant and is ended by process id. Exit status: the command's, 124 after the time limit.
+"""
+
+import ctypes
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+
+import psutil
+
+PR_SET_CHILD_SUBREAPER = 36
+GRACE_SECONDS = 10.0
+TIMED_OUT = 124
+
+
+def adopt_orphans() -> None:
+    """Make this process the new parent of orphaned descendants.
+
+    Raises:
+        OSError: the kernel refuses; descendants could escape then.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def end_descendants(grace_seconds: float = GRACE_SECONDS) -> int:
+    """Ask every descendant to end, kill what is left after `grace_seconds`; returns how many were killed."""
+    me, killed = psutil.Process(), 0
+    for process in me.children(recursive=True):
+        _signal(process, signal.SIGTERM)
+    psutil.wait_procs(me.children(recursive=True), timeout=grace_seconds)
+    while survivors := me.children(recursive=True):  # a dying process may still start or orphan another
+        for process in survivors:
+            _signal(process, signal.SIGKILL)
+        _, alive = psutil.wait_procs(survivors, timeout=grace_seconds)
+        killed += len(survivors)
+        if alive:
+            raise TimeoutError(f"processes {[process.pid for process in alive]} do not end")
+    return killed
+
+
+def run(command: list[str], limit_seconds: float) -> int:
+    """Run `command` for at most `limit_seconds`; returns its exit status, or 124 if the time was up."""
+    adopt_orphans()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        start = time.monotonic()
+        process = subprocess.Popen(command)
+        try:
+            return process.wait(timeout=limit_seconds)
+        except subprocess.TimeoutExpired:
+            print(f"bounded_run: no end after {time.monotonic() - start:.0f} s, stopping it", file=sys.stderr)
+            return TIMED_OUT
+    finally:
+        end_descendants()
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        pass  # it ended by itself
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[2:], float(sys.argv[1])))
