@@ -38,6 +38,8 @@ class StreamingConfig:
     # "auto" takes SDPA for rows of equal length and a variable-length kernel for packed rows on CUDA;
     # the other names force one kernel. On CPU every choice but flash_attention_2 runs SDPA row by row.
     attn_implementation: str = "auto"
+    # Compile the decoder layer with torch.compile, once per structure group: half a minute at the first step.
+    compile_layers: bool = False
     # Tokens per chunk of the token head, whose peak memory is about 10 bytes x chunk x vocabulary.
     head_chunk_tokens: int = 1024
     # Host AdamW kernel. "auto": the native one, or torch's fused AdamW with one warning if there is no C compiler.

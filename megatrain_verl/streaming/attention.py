@@ -48,6 +48,7 @@ def check_available(implementation: str, dtype: str, device: str) -> None:
         )
 
 
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,

@@ -31,6 +31,7 @@ from megatrain_verl.streaming.device_ring import DeviceRing, TransferCounters
 from megatrain_verl.streaming.gradients import GradientPath
 from megatrain_verl.streaming.host_adamw import HostAdamW
 from megatrain_verl.streaming.host_store import DTYPES, ParameterState, UnitState
+from megatrain_verl.streaming.layer_call import LayerCall
 from megatrain_verl.streaming.layer_major import LayerMajorPass, LossFunction
 from megatrain_verl.streaming.model_plan import plan_model
 from megatrain_verl.streaming.optimizer_step import AdamWStep
@@ -76,6 +77,8 @@ class StreamingEngine:
         self.streams = streams or DeviceStreams(device)
         self.counters = TransferCounters()
         self._ring: DeviceRing | None = None
+        # Compiled dropout would draw other masks than the plain layer does.
+        self._layer_call = LayerCall(config.compile_layers and not self.plan.has_dropout())
         self._keeps_reference, self._reads_reference = keep_reference, False
         self._adamw_config = optimizer
         self._updated: dict[str, Event] = {}  # unit -> mark behind its last AdamW
@@ -139,6 +142,7 @@ class StreamingEngine:
             self.streams,
             self._ring,
             self._token_head,
+            self._layer_call,
             self._load,
             [partial(to_device, batch, self._rotary, dtype, self.device, attention) for batch in micro_batches],
             first,
@@ -225,6 +229,11 @@ class StreamingEngine:
     def num_parameters(self) -> int:
         """Parameters of the model, a tied matrix counted once."""
         return self.plan.num_parameters
+
+    @property
+    def adamw_backend(self) -> str:
+        """The host AdamW kernel in use: native, deepspeed or torch."""
+        return self._adamw.backend
 
     def load_weights(self, source: str | Path | Iterable[tuple[str, Tensor]]) -> None:
         """Fill the master weights from a folder of safetensors or from (Hugging Face name, tensor) pairs.

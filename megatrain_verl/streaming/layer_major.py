@@ -22,6 +22,7 @@ from megatrain_verl.streaming.device_ring import DeviceRing, views
 from megatrain_verl.streaming.dropout import dropout_seed, seeded
 from megatrain_verl.streaming.gradients import Accumulator, GradientPath
 from megatrain_verl.streaming.host_store import ParameterState, UnitState
+from megatrain_verl.streaming.layer_call import LayerCall
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.streams import Streams
 from megatrain_verl.streaming.token_head import TokenHead
@@ -35,6 +36,7 @@ class LayerMajorPass:
     Args:
         plan, state: the model and its host arenas.
         streams, ring, head: the queues and the device's buffers.
+        call: runs a layer template.
         load: starts the transfer of a unit's weights.
         prepare: for each micro-batch, work that makes its `DeviceBatch`.
         first: number of the first micro-batch in its step.
@@ -49,6 +51,7 @@ class LayerMajorPass:
         streams: Streams,
         ring: DeviceRing,
         head: TokenHead,
+        call: LayerCall,
         load: Callable[[UnitState], None],
         prepare: list[Callable[[], DeviceBatch]],
         first: int,
@@ -56,7 +59,8 @@ class LayerMajorPass:
         device: str,
     ) -> None:
         self._tied, self._streams, self._ring, self._token_head = plan.tied, streams, ring, head
-        self._load, self._prepare, self._dropout_key, self._device = load, prepare, dropout_key, device
+        self._layer_call, self._load, self._prepare = call, load, prepare
+        self._dropout_key, self._device = dropout_key, device
         self._embedding, self._layers = state.units[0], state.units[1 : 1 + len(plan.layers)]
         self._head = self._embedding if plan.tied else state.units[-1]
         self._count, self._first = len(prepare), first
@@ -177,7 +181,7 @@ class LayerMajorPass:
     def _call(self, m: int, layer: int, template: nn.Module, hidden: Tensor) -> Tensor:
         seed = None if self._dropout_key is None else dropout_seed(self._dropout_key, self._first + m, layer)
         with seeded(seed, self._device):
-            return template(hidden, **self._batches[m].layer_arguments)
+            return self._layer_call(template, hidden, self._batches[m].layer_arguments)
 
     def _do_score(self, m: int, entropy: bool, sum_pi_squared: bool) -> None:
         tokens = self._batches[m].tokens

@@ -113,6 +113,36 @@ def test_bfloat16_is_as_close_to_float32_as_plain_bfloat16(family, implementatio
     engine.close()
 
 
+def test_compiled_layers_are_as_close_as_plain_ones():
+    config, model = medium_model("qwen2")
+    model = model.bfloat16()
+    rows = oracle.random_rows([256, 90, 177, 31], seed=3)
+    results = []
+    for compiled in (False, True):
+        engine = oracle.make_engine(
+            model.cpu(), config, device="cuda", dtype="bfloat16", head_chunk_tokens=128, compile_layers=compiled
+        )
+        results.append(engine_results(engine, rows, 2))
+        engine.close()
+    torch.testing.assert_close(results[1][0], results[0][0], atol=2e-2, rtol=0)
+    assert distance(results[1][1], results[0][1]) < 1e-2
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_spilled_inputs_and_waves_give_the_gradients_of_one_resident_wave(interval):
+    config, model = medium_model("qwen2")
+    rows = oracle.random_rows([128] * 6)
+    grads = []
+    for settings in ({}, {"device_activation_gb": 0.0}, {"device_activation_gb": 0.0, "wave_tokens": 256}):
+        engine = oracle.make_engine(
+            model.cpu(), config, device="cuda", head_chunk_tokens=64, checkpoint_interval=interval, **settings
+        )
+        grads.append(engine_results(engine, rows, 1)[1])
+        engine.close()
+    for other in grads[1:]:
+        assert distance(other, grads[0]) < 1e-5
+
+
 def test_device_memory_is_given_back_and_transfers_follow_the_plan():
     config, model = medium_model("qwen2")
     engine = oracle.make_engine(model.cpu(), config, device="cuda", dtype="bfloat16")

@@ -115,6 +115,24 @@ def test_spilled_inputs_give_the_same_bits_as_resident_ones(interval):
         assert spilled_norm == norm
 
 
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_step():
+    """Rows of changing lengths, so that the compiled code is used with symbolic sizes too."""
+    config = oracle.tiny_config("qwen2")
+    model = oracle.plain_model(config)
+    plain, compiled = oracle.make_engine(model, config), oracle.make_engine(model, config, compile_layers=True)
+    for seed, lengths in enumerate(([9, 14, 6], [11, 20, 3], [30, 7])):
+        batches = oracle.split_micro_batches(oracle.random_rows(lengths, seed=seed), 2)
+        for engine in (plain, compiled):
+            engine.zero_grad()
+            engine.forward_backward(batches, lambda index, scores: -scores.log_probs.sum() / 40)
+        expected = oracle.engine_gradients(plain)
+        for name, grad in oracle.engine_gradients(compiled).items():
+            assert (grad - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-6, name
+    plain.close()
+    compiled.close()
+
+
 def test_a_micro_batch_larger_than_a_wave_is_refused():
     config = oracle.tiny_config("qwen2")
     engine = oracle.make_engine(oracle.plain_model(config), config, wave_tokens=8)
