@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -12,9 +13,17 @@ from megatrain_verl.streaming.chunked_adamw import chunk_size
 from megatrain_verl.streaming.gradients import SLAB_ELEMENTS
 from megatrain_verl.streaming.host_adamw import usable_cores
 from megatrain_verl.streaming.host_store import arena_dtypes
-from megatrain_verl.streaming.model_plan import ModelPlan
 
 GIB = 1 << 30
+
+
+class Sizes(Protocol):
+    """A model as `HostPlan` sees it: a `ModelPlan`, or `ModelSizes` from a config.json alone."""
+
+    unit_sizes: tuple[int, ...]
+    num_parameters: int
+
+
 # What the process grows by, beyond the bytes of the plan, while it trains: allocator, queues, page tables.
 MARGIN = 1.05
 # File names of the limit and the usage, and the keys of page cache in memory.stat, for cgroup v2 and v1.
@@ -30,17 +39,17 @@ class HostPlan:
     parameters: int
 
     @classmethod
-    def of(cls, plan: ModelPlan, config: StreamingConfig, *, trainable: bool, reference: bool) -> "HostPlan":
-        """The memory of an engine on `plan`; `reference`: it keeps a reference policy beside the trained weights."""
+    def of(cls, model: Sizes, config: StreamingConfig, *, trainable: bool, reference: bool) -> "HostPlan":
+        """The memory of an engine on `model`; `reference`: it keeps a reference policy beside the trained weights."""
         dtypes = arena_dtypes(config, trainable=trainable, reference=reference)
-        elements = sum(unit.numel for unit in plan.units)
+        elements = sum(model.unit_sizes)
         sizes = {kind: elements * dtype.itemsize for kind, dtype in dtypes.items()}
         if trainable:
             sizes["staging"] = 2 * 4 * chunk_size(config.cpu_threads or usable_cores())
             if dtypes["grad"] is torch.float32:  # only then can gradients be added on the host, through slabs
-                slab = 4 * min(SLAB_ELEMENTS, max(unit.numel for unit in plan.units))
+                slab = 4 * min(SLAB_ELEMENTS, max(model.unit_sizes))
                 sizes["staging"] += config.num_grad_slabs * slab
-        return cls(sizes, plan.num_parameters)
+        return cls(sizes, model.num_parameters)
 
     @property
     def total(self) -> int:
@@ -168,3 +177,9 @@ def _cgroup_room(folder: Path, limit: str, usage: str, cache_keys: tuple[str, ..
     limit_bytes = int((folder / limit).read_text())
     used = int((folder / usage).read_text()) - cache
     yield limit_bytes - used, f"limit of {limit_bytes / GIB:.2f} GiB in {folder / limit}"
+
+
+if __name__ == "__main__":
+    from megatrain_verl.resources_report import main
+
+    main()

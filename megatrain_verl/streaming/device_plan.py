@@ -1,44 +1,54 @@
 """Device memory by part: what the engine holds there, from the model's shapes and the settings."""
 
 import math
+from typing import Protocol
 
 import torch
 
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.gradients import STAGING_ELEMENTS
 from megatrain_verl.streaming.host_store import DTYPES
-from megatrain_verl.streaming.model_plan import ModelPlan
+
+
+class Sizes(Protocol):
+    """What planning needs of a model: elements per layer, of embedding and head, and the widths."""
+
+    layer_sizes: tuple[int, ...]
+    edge_sizes: tuple[int, ...]
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
 
 
 def device_bytes(
-    plan: ModelPlan, config: StreamingConfig, micro_batch_tokens: int, *, training: bool = True
+    sizes: Sizes, config: StreamingConfig, micro_batch_tokens: int, *, training: bool = True
 ) -> dict[str, int]:
     """Bytes on the device by part, without the kept layer inputs (see `input_bytes`).
 
     `workspace` is the larger of one layer's recompute and backward over a micro-batch and one chunk of the head.
     """
     itemsize = DTYPES[config.dtype].itemsize
-    layer = max(unit.numel for unit in plan.layers)
-    edge = max(plan.embedding.numel, plan.head.numel)
+    layer = max(sizes.layer_sizes)
+    edge = max(sizes.edge_sizes)
     parts = {"layer slots": 2 * layer * itemsize, "embedding and head slot": edge * itemsize}
     if training:
         parts["gradient accumulators"] = 4 * (2 * layer + edge)
         if config.host_grad_dtype != "float32":
             parts["gradient staging"] = itemsize * min(STAGING_ELEMENTS, max(layer, edge))
-    parts["hidden states"] = 2 * micro_batch_tokens * plan.config.hidden_size * itemsize
+    parts["hidden states"] = 2 * micro_batch_tokens * sizes.hidden_size * itemsize
     parts["workspace"] = max(
-        _layer_workspace(plan, micro_batch_tokens, itemsize, training), _head_workspace(plan, config, itemsize)
+        _layer_workspace(sizes, micro_batch_tokens, itemsize, training), _head_workspace(sizes, config, itemsize)
     )
     return parts
 
 
-def input_bytes(plan: ModelPlan, config: StreamingConfig, tokens: int) -> int:
+def input_bytes(sizes: Sizes, config: StreamingConfig, tokens: int) -> int:
     """Bytes of the layer inputs that a training step of `tokens` keeps, on the device or spilled to the host."""
-    kept = math.ceil(len(plan.layers) / config.checkpoint_interval)
-    return kept * tokens * plan.config.hidden_size * DTYPES[config.dtype].itemsize
+    kept = math.ceil(len(sizes.layer_sizes) / config.checkpoint_interval)
+    return kept * tokens * sizes.hidden_size * DTYPES[config.dtype].itemsize
 
 
-def activation_budget(plan: ModelPlan, config: StreamingConfig, micro_batch_tokens: int, device: str) -> float:
+def activation_budget(sizes: Sizes, config: StreamingConfig, micro_batch_tokens: int, device: str) -> float:
     """Bytes of layer inputs that may stay on the device now: what is free, less the working memory and 5%.
 
     Called when slots and accumulators are allocated. On CPU there is no other place, hence no limit.
@@ -47,19 +57,19 @@ def activation_budget(plan: ModelPlan, config: StreamingConfig, micro_batch_toke
         return math.inf
     free, total = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    parts = device_bytes(plan, config, micro_batch_tokens)
+    parts = device_bytes(sizes, config, micro_batch_tokens)
     return max(0.0, free - 1.25 * (parts["workspace"] + parts["hidden states"]) - 0.05 * total)
 
 
-def _layer_workspace(plan: ModelPlan, tokens: int, itemsize: int, training: bool) -> int:
+def _layer_workspace(sizes: Sizes, tokens: int, itemsize: int, training: bool) -> int:
     # Tensors that one decoder layer holds at once per token, in units of the hidden and intermediate size: counted in
     # the transformers layers of Llama and Qwen with SDPA, and checked on an H200 (docs/experiments.md).
-    hidden, intermediate = plan.config.hidden_size, plan.config.intermediate_size
+    hidden, intermediate = sizes.hidden_size, sizes.intermediate_size
     per_token = 16 * hidden + 8 * intermediate if training else 6 * hidden + 3 * intermediate
-    largest = max(unit.numel for unit in plan.layers)
+    largest = max(sizes.layer_sizes)
     return itemsize * (tokens * per_token + (largest if training else 0))  # the gradients autograd returns
 
 
-def _head_workspace(plan: ModelPlan, config: StreamingConfig, itemsize: int) -> int:
+def _head_workspace(sizes: Sizes, config: StreamingConfig, itemsize: int) -> int:
     # Logits, log-probabilities, probabilities and their gradient in float32, and the gradient in the compute type.
-    return config.head_chunk_tokens * plan.config.vocab_size * (4 * 4 + itemsize)
+    return config.head_chunk_tokens * sizes.vocab_size * (4 * 4 + itemsize)

@@ -70,6 +70,33 @@ class ModelPlan:
         return [self.embedding, *self.layers] + ([] if self.tied else [self.head])
 
     @property
+    def unit_sizes(self) -> tuple[int, ...]:
+        """Elements of every unit's arenas, in forward order, with padding."""
+        return tuple(unit.numel for unit in self.units)
+
+    @property
+    def layer_sizes(self) -> tuple[int, ...]:
+        """Elements of every decoder layer's arenas, with padding."""
+        return tuple(unit.numel for unit in self.layers)
+
+    @property
+    def edge_sizes(self) -> tuple[int, ...]:
+        """Elements of the arenas of embedding and head, with padding."""
+        return tuple(unit.numel for unit in self.units if unit.structure is None)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.config.intermediate_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the model, a tied matrix counted once, padding not counted."""
         return sum(span.numel for unit in self.units for span in unit.spans)

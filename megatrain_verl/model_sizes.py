@@ -1,0 +1,93 @@
+"""Sizes of a model from its config.json alone, for planning: any family that transformers knows."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Counts in elements: `layer_sizes` of the decoder layers, `unit_sizes` of everything that is streamed."""
+
+    num_parameters: int
+    # Parameters that one token passes: of a mixture of experts only the chosen ones.
+    active_parameters: int
+    active_layer_parameters: int
+    layer_sizes: tuple[int, ...]
+    # Embedding, and the output matrix with the final norm; a tied matrix counts once. Vision towers and the like too.
+    edge_sizes: tuple[int, ...]
+    head_parameters: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+
+    @property
+    def unit_sizes(self) -> tuple[int, ...]:
+        return (*self.layer_sizes, *self.edge_sizes)
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "ModelSizes":
+        """Count the model of `config`, built on the meta device.
+
+        Raises:
+            ValueError: transformers cannot build it as a decoder.
+        """
+        model = _build(config)
+        text = config.get_text_config()
+        layers = model.get_decoder().layers
+        embedding = model.get_input_embeddings().weight
+        output = model.get_output_embeddings()
+        head = embedding if output is None else output.weight
+        share = _expert_share(text)
+        active_layers = sum(_active(layer, share) for layer in layers)
+        layer_sizes = tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
+        total = sum(parameter.numel() for parameter in model.parameters())
+        others = total - sum(layer_sizes) - embedding.numel()
+        return cls(
+            num_parameters=total,
+            active_parameters=total - sum(layer_sizes) + active_layers,
+            active_layer_parameters=active_layers,
+            layer_sizes=layer_sizes,
+            edge_sizes=(embedding.numel(), others),
+            head_parameters=head.numel(),
+            hidden_size=text.hidden_size,
+            intermediate_size=_intermediate_size(text),
+            vocab_size=text.vocab_size,
+        )
+
+
+def _build(config: PretrainedConfig) -> nn.Module:
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            with torch.device("meta"):
+                return auto.from_config(config)
+    raise ValueError(f"transformers has no decoder for model_type {config.model_type!r}")
+
+
+def _expert_share(text: PretrainedConfig) -> float:
+    """The part of the experts that a token passes; 1 for a dense model."""
+    experts = next((getattr(text, name) for name in EXPERT_COUNTS if getattr(text, name, None)), None)
+    chosen = next((getattr(text, name) for name in EXPERTS_PER_TOKEN if getattr(text, name, None)), None)
+    return 1.0 if experts is None or chosen is None else chosen / experts
+
+
+def _active(layer: nn.Module, share: float) -> int:
+    """Parameters of a decoder layer that a token passes; routed experts are modules called `experts`."""
+    return sum(
+        round(parameter.numel() * share) if ".experts." in f".{name}" else parameter.numel()
+        for name, parameter in layer.named_parameters()
+    )
+
+
+def _intermediate_size(text: PretrainedConfig) -> int:
+    """Width of the feed-forward part that a token passes."""
+    chosen = next((getattr(text, name) for name in EXPERTS_PER_TOKEN if getattr(text, name, None)), None)
+    width = getattr(text, "moe_intermediate_size", None)
+    if chosen is None or width is None:
+        return text.intermediate_size * (chosen or 1)
+    return chosen * width

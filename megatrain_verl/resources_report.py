@@ -1,0 +1,198 @@
+"""`python -m megatrain_verl.resources`: does a model fit, on which host, with which batch, at which speed.
+
+Seconds are computed from the bounds of the layer-major order (docs/experiments.md has measured ones), everything else
+from the same plan that the engine checks when it starts.
+"""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from megatrain_verl.config import StreamingConfig
+from megatrain_verl.model_sizes import ModelSizes
+from megatrain_verl.resources import GIB, MARGIN, HostPlan
+from megatrain_verl.streaming.device_plan import device_bytes, input_bytes
+from megatrain_verl.streaming.model_plan import VERIFIED_MODEL_TYPES
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+CUDA_CONTEXT = 1 << 30  # the context, and what a sleeping vLLM keeps
+VLLM_ASLEEP = 2 << 30
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of the machine: bytes/s over PCIe, FLOP/s of bfloat16 products, parameters/s of the host AdamW."""
+
+    transfer: float = 50e9
+    matmul: float = 730e12
+    adamw: float = 4.5e9
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "80GB", "512 GiB" or a plain number.
+
+    Raises:
+        ValueError: anything else.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].upper() not in UNITS:
+        raise ValueError(f"{text!r} is not a size; write 80GB, 512GiB or a number of bytes")
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def read_sizes(model: str) -> tuple[ModelSizes, str]:
+    """Sizes and model_type of a folder, a config.json or a name that the hub or its local cache knows.
+
+    Raises:
+        ValueError: there is no config, or transformers does not know the family.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except OSError as error:
+        raise ValueError(f"no config.json for {model!r}: give a folder, a file or a hub name ({error})") from error
+    return ModelSizes.of(config), config.model_type
+
+
+def report(arguments: argparse.Namespace, rates: Rates = Rates()) -> dict[str, object]:
+    """All figures, ready for JSON."""
+    sizes, model_type = read_sizes(arguments.model)
+    config = StreamingConfig(dtype=arguments.dtype, checkpoint_interval=arguments.checkpoint_interval)
+    host = HostPlan.of(sizes, config, trainable=True, reference=arguments.reference)
+    batch = plan_batch(sizes, config, arguments)
+    gpu = device_bytes(sizes, config, batch["micro_batch_tokens"]) | {"CUDA context": CUDA_CONTEXT}
+    if arguments.rollout == "vllm":
+        gpu["vLLM asleep"] = VLLM_ASLEEP
+    fits_gpu = sum(gpu.values()) <= arguments.gpu_memory
+    host_needed = math.ceil(host.total * MARGIN)
+    fits_host = arguments.host_memory is None or host_needed <= arguments.host_memory
+    result = {
+        "model": arguments.model,
+        "model_type": model_type,
+        "trained_by_this_version": model_type in VERIFIED_MODEL_TYPES,
+        "parameters": sizes.num_parameters,
+        "active_parameters": sizes.active_parameters,
+        "host_bytes": host.bytes_by_kind | {"total": host.total, "with_margin": host_needed},
+        "gpu_bytes": gpu | {"total": sum(gpu.values())},
+        "batch": batch,
+        "seconds_per_step": step_seconds(sizes, batch["tokens_per_step"], rates),
+        "rates": asdict(rates),
+        "fits": {"gpu": fits_gpu, "host": fits_host},
+        "what_to_change": [],
+    }
+    if arguments.rollout == "vllm":
+        result["vllm_weight_bytes"] = 2 * sizes.num_parameters
+    result["what_to_change"] = list(_advice(result, host, arguments, config))
+    return result
+
+
+def plan_batch(sizes: ModelSizes, config: StreamingConfig, arguments: argparse.Namespace) -> dict[str, int]:
+    """Tokens per micro-batch and per step: what fits, and enough to hide the transfers."""
+    fixed = device_bytes(sizes, config, 0)
+    room = arguments.gpu_memory - sum(fixed.values()) - CUDA_CONTEXT
+    room -= VLLM_ASLEEP if arguments.rollout == "vllm" else 0
+    length = arguments.seq_len
+    rows = max(1, 8192 // length)
+    while rows > 1 and _moving_bytes(sizes, config, rows * length) > room / 2:
+        rows //= 2
+    micro_batch = rows * length
+    left = max(0, room - _moving_bytes(sizes, config, micro_batch))
+    kept = input_bytes(sizes, config, length)
+    hide = Rates().matmul / Rates().transfer  # tokens whose forward arithmetic takes as long as the transfer
+    wanted = max(micro_batch, math.ceil(2 * hide / length) * length)
+    return {
+        "sequence_tokens": length,
+        "micro_batch_tokens": micro_batch,
+        "tokens_per_step": math.ceil(wanted / micro_batch) * micro_batch,
+        "tokens_kept_on_gpu": left // kept * length,
+        "kept_bytes_per_sequence": kept,
+    }
+
+
+def step_seconds(sizes: ModelSizes, tokens: int, rates: Rates) -> dict[str, float]:
+    """Bounds: forward and backward, each the larger of arithmetic and transfers, and what AdamW adds to the forward."""
+    weights, head = 2 * sum(sizes.unit_sizes), sizes.head_parameters
+    active = sizes.active_layer_parameters
+    forward = max(2 * (active + head) * tokens / rates.matmul, weights / rates.transfer)
+    backward = max((6 * active + 4 * head) * tokens / rates.matmul, weights / rates.transfer)
+    adamw = sizes.num_parameters / rates.adamw
+    return {"forward": forward, "backward": backward, "adamw": adamw, "step": max(forward, adamw) + backward}
+
+
+def _moving_bytes(sizes: ModelSizes, config: StreamingConfig, tokens: int) -> int:
+    parts = device_bytes(sizes, config, tokens)
+    return parts["workspace"] + parts["hidden states"]
+
+
+def _advice(result: dict, host: HostPlan, arguments: argparse.Namespace, config: StreamingConfig) -> Iterator[str]:
+    if not result["trained_by_this_version"]:
+        yield (
+            f"model_type {result['model_type']} is not trained by this version (it trains "
+            f"{', '.join(VERIFIED_MODEL_TYPES)}); the figures are a plan"
+        )
+    if not result["fits"]["host"]:
+        missing = result["host_bytes"]["with_margin"] - arguments.host_memory
+        yield f"host memory: {missing / GIB:.1f} GiB more are needed"
+        if "reference" in host.bytes_by_kind:
+            yield f"without a KL term: {host.bytes_by_kind['reference'] / GIB:.1f} GiB less host memory"
+    if not result["fits"]["gpu"]:
+        yield "GPU memory: lower --seq-len or head_chunk_tokens; slots and accumulators follow from the largest layer"
+    batch = result["batch"]
+    if batch["tokens_kept_on_gpu"] < batch["tokens_per_step"]:
+        spilled = (batch["tokens_per_step"] - batch["tokens_kept_on_gpu"]) / batch["sequence_tokens"]
+        yield (
+            f"kept layer inputs: {spilled * batch['kept_bytes_per_sequence'] / GIB:.1f} GiB of a step go to host "
+            f"memory beside the plan; checkpoint_interval={2 * config.checkpoint_interval} halves them"
+        )
+
+
+def as_table(result: dict) -> str:
+    """The report for people."""
+
+    def part(title: str, values: dict[str, int]) -> list[str]:
+        return [title, *(f"  {name:<24}{value / GIB:>10.2f} GiB" for name, value in values.items()), ""]
+
+    batch, seconds = result["batch"], result["seconds_per_step"]
+    lines = [
+        f"{result['model']} ({result['model_type']}): {result['parameters']:,} parameters, "
+        f"{result['active_parameters']:,} of them active per token",
+        "",
+        *part("host memory", result["host_bytes"]),
+        *part("GPU memory, kept layer inputs apart", result["gpu_bytes"]),
+        f"micro-batch {batch['micro_batch_tokens']:,} tokens, step {batch['tokens_per_step']:,} tokens or more; inputs "
+        f"of {batch['tokens_kept_on_gpu']:,} tokens stay on the GPU",
+        f"computed bound of such a step: {seconds['step']:.2f} s (forward {seconds['forward']:.2f}, backward "
+        f"{seconds['backward']:.2f}, AdamW {seconds['adamw']:.2f} under the forward pass)",
+        f"fits: GPU {'yes' if result['fits']['gpu'] else 'NO'}, host {'yes' if result['fits']['host'] else 'NO'}",
+        *(f"- {advice}" for advice in result["what_to_change"]),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command line; exit status 1 if the model does not fit."""
+    parser = argparse.ArgumentParser(prog="python -m megatrain_verl.resources", description=__doc__)
+    parser.add_argument("--model", required=True, help="folder, config.json or hub name")
+    parser.add_argument("--gpu-memory", type=parse_size, default=parse_size("80GB"))
+    parser.add_argument("--host-memory", type=parse_size, help="default: only say what is needed")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of the longest sequence")
+    parser.add_argument("--rollout", choices=("vllm", "none"), default="none", help="what shares the GPU")
+    parser.add_argument("--reference", action="store_true", help="a reference policy for a KL term")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--checkpoint-interval", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.model.endswith("config.json"):
+        arguments.model = str(Path(arguments.model).parent)
+    try:
+        result = report(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    print(json.dumps(result, indent=1) if arguments.json else as_table(result))
+    raise SystemExit(0 if all(result["fits"].values()) else 1)

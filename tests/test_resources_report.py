@@ -1,0 +1,76 @@
+"""The plan on the command line, against published figures and the plan that the engine checks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import GptOssConfig, Qwen2Config
+
+from megatrain_verl.config import StreamingConfig
+from megatrain_verl.model_sizes import ModelSizes
+from megatrain_verl.resources import HostPlan
+from megatrain_verl.resources_report import parse_size
+from megatrain_verl.streaming.device_plan import device_bytes
+from megatrain_verl.streaming.model_plan import plan_model
+from tests import oracle
+
+QWEN_7B = Qwen2Config(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "megatrain_verl.resources", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_counts_are_the_published_ones():
+    assert ModelSizes.of(QWEN_7B).num_parameters == 7_615_616_512
+    moe = ModelSizes.of(GptOssConfig())  # the 120B model: 116.8 billion parameters, 5.1 active without the embedding
+    assert moe.num_parameters == 116_829_156_672
+    assert moe.active_parameters - moe.edge_sizes[0] == pytest.approx(5.1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sizes_from_a_config_give_the_plan_that_the_engine_checks(tied):
+    config = oracle.tiny_config("qwen2", tied=tied, hidden_size=128, intermediate_size=256, vocab_size=512)
+    sizes, plan = ModelSizes.of(config), plan_model(config)
+    assert sizes.num_parameters == plan.num_parameters
+    settings = StreamingConfig()
+    ours, checked = (HostPlan.of(model, settings, trainable=True, reference=True).total for model in (sizes, plan))
+    assert ours == pytest.approx(checked, rel=0.05)  # the plan also counts alignment
+    assert sum(device_bytes(sizes, settings, 64).values()) == pytest.approx(
+        sum(device_bytes(plan, settings, 64).values()), rel=0.05
+    )
+
+
+def test_command_line_says_what_fits_and_what_to_change(tmp_path: Path):
+    QWEN_7B.save_pretrained(tmp_path)
+    arguments = ("--model", str(tmp_path), "--reference", "--rollout", "vllm")
+    fits = run(*arguments, "--host-memory", "256GiB", "--json")
+    assert fits.returncode == 0, fits.stderr
+    result = json.loads(fits.stdout)
+    assert result["fits"] == {"gpu": True, "host": True} and result["what_to_change"] == []
+    assert result["host_bytes"]["total"] == pytest.approx(16 * 7_615_616_512, rel=0.01)
+    short = run(*arguments, "--host-memory", "64GB")
+    assert short.returncode == 1
+    assert "host NO" in short.stdout and "without a KL term: 14.2 GiB less" in short.stdout
+    unknown = run("--model", str(tmp_path / "absent"))
+    assert unknown.returncode == 2 and "no config.json" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    "text, size", [("80GB", 80 * 10**9), ("512 GiB", 512 << 30), ("1.5TB", 1500 * 10**9), ("7", 7)]
+)
+def test_sizes_are_read_with_units(text, size):
+    assert parse_size(text) == size
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text + "x!")
