@@ -40,7 +40,7 @@ class StreamingConfig:
     attn_implementation: str = "auto"
     # Compile the decoder layer with torch.compile, once per structure group: half a minute at the first step.
     compile_layers: bool = False
-    # Tokens per chunk of the token head, whose peak memory is about 10 bytes x chunk x vocabulary.
+    # Tokens per chunk of the token head, whose peak memory is about 18 bytes x chunk x vocabulary.
     head_chunk_tokens: int = 1024
     # Host AdamW kernel. "auto": the native one, or torch's fused AdamW with one warning if there is no C compiler.
     optimizer_backend: str = "auto"
