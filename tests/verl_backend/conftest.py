@@ -73,21 +73,26 @@ def make(process_group: None) -> Iterator[Callable[..., MegaTrainEngine]]:
         engine.streaming.close()
 
 
-@pytest.fixture
-def make_fsdp(process_group: None) -> Callable[[HFModelConfig], FSDPEngineWithLMHead]:
-    """Makes verl's own FSDP2 engine in float32 on the CPU."""
+@pytest.fixture(scope="session")
+def make_fsdp(process_group: None) -> Callable[..., FSDPEngineWithLMHead]:
+    """Makes verl's own FSDP2 engine in float32 on the CPU. With lr=0 its weights never change and tests share it."""
+    shared: dict[str, FSDPEngineWithLMHead] = {}
 
-    def make_engine(model: HFModelConfig) -> FSDPEngineWithLMHead:
-        model = copy.deepcopy(model)
-        model.hf_config._attn_implementation = "sdpa"
+    def make_engine(model: HFModelConfig, lr: float = 0.0) -> FSDPEngineWithLMHead:
+        if lr == 0 and model.path in shared:
+            return shared[model.path]
+        copied = copy.deepcopy(model)
+        copied.hf_config._attn_implementation = "sdpa"
         precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
         engine = FSDPEngineWithLMHead(
-            model_config=model,
+            model_config=copied,
             engine_config=FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, mixed_precision=precision),
-            optimizer_config=FSDPOptimizerConfig(lr=LR, total_training_steps=STEPS),
+            optimizer_config=FSDPOptimizerConfig(lr=lr, total_training_steps=STEPS),
             checkpoint_config=CheckpointConfig(),
         )
         engine.initialize()
+        if lr == 0:
+            shared[model.path] = engine
         return engine
 
     return make_engine

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.workers.config import HFModelConfig
 
+from megatrain_verl.verl_backend.retention import Retention
 from tests.verl_backend.cases import actor_loss, rl_batch, same, save_tiny_model, score, train, weights
 
 
@@ -118,6 +120,28 @@ def test_old_checkpoints_go_only_when_the_tracker_names_another(
     (root / "latest_checkpointed_iteration.txt").write_text("")
     engine.save_checkpoint(str(root / "global_step_5" / "actor"), None, 5, 1)
     assert (root / "global_step_3" / "actor").exists()  # a tracker that names nothing may have named it
+
+
+@pytest.mark.parametrize("name", ["global_step_1/actor", "global_step_1"])
+def test_killed_deletion_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A checkpoint whose deletion was killed is neither taken for a whole one nor left to fill the disk."""
+
+    def killed(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    first, second, third = (tmp_path / name.replace("1", str(step)) for step in (1, 2, 3))
+    for path in (first, second, third):
+        path.mkdir(parents=True)
+        (path / "weights").touch()
+    retention = Retention()
+    retention.register(first, 1)
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        retention.register(second, 1)
+    assert not first.exists() and list(tmp_path.rglob("*.removed"))
+    monkeypatch.undo()
+    Retention().register(third, 1)
+    assert not list(tmp_path.rglob("*.removed")) and (third / "weights").exists()
 
 
 def test_extra_state_is_plain_json(tiny: HFModelConfig, make: Callable, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_first_rl_step_equals_fsdp(
 def test_weights_after_three_steps_equal_fsdp(tiny: HFModelConfig, make: Callable, make_fsdp: Callable) -> None:
     """The same AdamW and clipping, too. A weight moves by up to LR in each step, in a direction that is rounding's
     where its gradient is nearly 0, hence the tolerance."""
-    fsdp, engine = make_fsdp(tiny), make(tiny)
+    fsdp, engine = make_fsdp(tiny, LR), make(tiny)
     for step in range(3):
         batch = rl_batch(tiny.hf_config.vocab_size, seed=step)
         for trained in (fsdp, engine):
