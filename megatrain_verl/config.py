@@ -22,11 +22,12 @@ class StreamingConfig:
     # Type of the gradient that waits on the host for AdamW. "auto" is the compute dtype: 2 bytes/parameter less
     # than float32. Adding gradients over several `forward_backward` calls needs float32: bfloat16 loses small terms.
     grad_dtype: str = "auto"
-    # Keep the input of every K-th layer; the backward pass walks K layers again from it. 1 is the fastest: with K > 1
-    # layer weights cross PCIe three times instead of two, for 1/K of the activation memory.
+    # Keep the input of every K-th of n layers; the backward pass walks K layers again from it. 1 is the fastest: with
+    # K > 1 layer weights cross PCIe three times instead of two, and n/K + K - 1 layer inputs are held instead of n.
     checkpoint_interval: int = 1
     # Device memory for kept layer inputs, in GiB; what is more goes to page-locked host memory and comes back in time.
-    # None: what is free when a step starts, less the working memory of the largest micro-batch.
+    # None: what is free when a step starts, less the working memory. The inputs that a checkpoint_interval above 1
+    # computes again are not part of it; they stay on the device.
     device_activation_gb: float | None = None
     # Most tokens whose layer inputs are kept at a time. A step with more runs in waves, whose gradients are added on
     # the host in float32 (2 bytes/parameter more in bfloat16 mode). None: one wave.

@@ -88,13 +88,16 @@ def check_host_memory(plan: HostPlan, config: StreamingConfig) -> None:
     )
 
 
-def check_spill(config: StreamingConfig, nbytes: int) -> None:
-    """Refuse a step whose layer inputs fit neither on the device nor beside the arenas in host memory.
+def check_spill(config: StreamingConfig, plan: HostPlan, nbytes: int) -> None:
+    """Refuse a step whose layer inputs fit neither on the device nor beside the arenas of `plan` in host memory.
 
     Raises:
         ValueError: what is missing and what to lower.
     """
-    available, source = available_host_memory()
+    if config.host_memory_gb is not None:
+        available, source = int(config.host_memory_gb * GIB - plan.total * MARGIN), "host_memory_gb less the plan"
+    else:
+        available, source = available_host_memory()
     if nbytes * MARGIN > available:
         raise ValueError(
             f"the layer inputs of this step need {nbytes / GIB:.2f} GiB of host memory beyond the device's share, "

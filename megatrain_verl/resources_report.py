@@ -66,7 +66,9 @@ def report(arguments: argparse.Namespace, rates: Rates = Rates()) -> dict[str, o
     config = StreamingConfig(dtype=arguments.dtype, checkpoint_interval=arguments.checkpoint_interval)
     host = HostPlan.of(sizes, config, trainable=True, reference=arguments.reference)
     batch = plan_batch(sizes, config, arguments)
-    gpu = device_bytes(sizes, config, batch["micro_batch_tokens"]) | {"CUDA context": CUDA_CONTEXT}
+    gpu = device_bytes(sizes, config, batch["micro_batch_tokens"], batch["tokens_per_step"]) | {
+        "CUDA context": CUDA_CONTEXT
+    }
     if arguments.rollout == "vllm":
         gpu["vLLM asleep"] = VLLM_ASLEEP
     fits_gpu = sum(gpu.values()) <= arguments.gpu_memory
@@ -94,22 +96,22 @@ def report(arguments: argparse.Namespace, rates: Rates = Rates()) -> dict[str, o
 
 def plan_batch(sizes: ModelSizes, config: StreamingConfig, arguments: argparse.Namespace) -> dict[str, int]:
     """Tokens per micro-batch and per step: what fits, and enough to hide the transfers."""
-    fixed = device_bytes(sizes, config, 0)
+    fixed = device_bytes(sizes, config, 0, 0)
     room = arguments.gpu_memory - sum(fixed.values()) - CUDA_CONTEXT
     room -= VLLM_ASLEEP if arguments.rollout == "vllm" else 0
     length = arguments.seq_len
     rows = max(1, 8192 // length)
-    while rows > 1 and _moving_bytes(sizes, config, rows * length) > room / 2:
+    while rows > 1 and _moving_bytes(sizes, config, rows * length, rows * length) > room / 2:
         rows //= 2
     micro_batch = rows * length
-    left = max(0, room - _moving_bytes(sizes, config, micro_batch))
-    kept = input_bytes(sizes, config, length)
     hide = Rates().matmul / Rates().transfer  # tokens whose forward arithmetic takes as long as the transfer
-    wanted = max(micro_batch, math.ceil(2 * hide / length) * length)
+    step = math.ceil(2 * hide / micro_batch) * micro_batch
+    left = max(0, room - _moving_bytes(sizes, config, micro_batch, step))
+    kept = input_bytes(sizes, config, length)
     return {
         "sequence_tokens": length,
         "micro_batch_tokens": micro_batch,
-        "tokens_per_step": math.ceil(wanted / micro_batch) * micro_batch,
+        "tokens_per_step": step,
         "tokens_kept_on_gpu": left // kept * length,
         "kept_bytes_per_sequence": kept,
     }
@@ -125,9 +127,9 @@ def step_seconds(sizes: ModelSizes, tokens: int, rates: Rates) -> dict[str, floa
     return {"forward": forward, "backward": backward, "adamw": adamw, "step": max(forward, adamw) + backward}
 
 
-def _moving_bytes(sizes: ModelSizes, config: StreamingConfig, tokens: int) -> int:
-    parts = device_bytes(sizes, config, tokens)
-    return parts["workspace"] + parts["hidden states"]
+def _moving_bytes(sizes: ModelSizes, config: StreamingConfig, micro_batch: int, step: int) -> int:
+    parts = device_bytes(sizes, config, micro_batch, step)
+    return parts["workspace"] + parts["hidden states"] + parts["recomputed inputs"]
 
 
 def _advice(result: dict, host: HostPlan, arguments: argparse.Namespace, config: StreamingConfig) -> Iterator[str]:

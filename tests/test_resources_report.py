@@ -47,8 +47,8 @@ def test_sizes_from_a_config_give_the_plan_that_the_engine_checks(tied):
     settings = StreamingConfig()
     ours, checked = (HostPlan.of(model, settings, trainable=True, reference=True).total for model in (sizes, plan))
     assert ours == pytest.approx(checked, rel=0.05)  # the plan also counts alignment
-    assert sum(device_bytes(sizes, settings, 64).values()) == pytest.approx(
-        sum(device_bytes(plan, settings, 64).values()), rel=0.05
+    assert sum(device_bytes(sizes, settings, 64, 64).values()) == pytest.approx(
+        sum(device_bytes(plan, settings, 64, 64).values()), rel=0.05
     )
 
 

@@ -21,11 +21,14 @@ class Sizes(Protocol):
 
 
 def device_bytes(
-    sizes: Sizes, config: StreamingConfig, micro_batch_tokens: int, *, training: bool = True
+    sizes: Sizes, config: StreamingConfig, micro_batch_tokens: int, pass_tokens: int, *, training: bool = True
 ) -> dict[str, int]:
     """Bytes on the device by part, without the kept layer inputs (see `input_bytes`).
 
-    `workspace` is the larger of one layer's recompute and backward over a micro-batch and one chunk of the head.
+    `pass_tokens` go through the layers together, in micro-batches of at most `micro_batch_tokens`. Between two layers
+    each micro-batch has its hidden state or its gradient. `recomputed inputs` are those of a segment's other layers
+    when checkpoint_interval is above 1. `workspace` is the larger of one layer's recompute and backward over a
+    micro-batch and one chunk of the head.
     """
     itemsize = DTYPES[config.dtype].itemsize
     layer = max(sizes.layer_sizes)
@@ -35,7 +38,10 @@ def device_bytes(
         parts["gradient accumulators"] = 4 * (2 * layer + edge)
         if config.host_grad_dtype != "float32":
             parts["gradient staging"] = itemsize * min(STAGING_ELEMENTS, max(layer, edge))
-    parts["hidden states"] = 2 * micro_batch_tokens * sizes.hidden_size * itemsize
+    row = sizes.hidden_size * itemsize
+    parts["hidden states"] = (pass_tokens + micro_batch_tokens) * row
+    if training:
+        parts["recomputed inputs"] = (config.checkpoint_interval - 1) * pass_tokens * row
     parts["workspace"] = max(
         _layer_workspace(sizes, micro_batch_tokens, itemsize, training), _head_workspace(sizes, config, itemsize)
     )
@@ -48,8 +54,10 @@ def input_bytes(sizes: Sizes, config: StreamingConfig, tokens: int) -> int:
     return kept * tokens * sizes.hidden_size * DTYPES[config.dtype].itemsize
 
 
-def activation_budget(sizes: Sizes, config: StreamingConfig, micro_batch_tokens: int, device: str) -> float:
+def activation_budget(sizes: Sizes, config: StreamingConfig, tokens: list[int], device: str) -> float:
     """Bytes of layer inputs that may stay on the device now: what is free, less the working memory and 5%.
+
+    `tokens` of each micro-batch of the pass.
 
     Called when slots and accumulators are allocated. On CPU there is no other place, hence no limit.
     """
@@ -57,13 +65,14 @@ def activation_budget(sizes: Sizes, config: StreamingConfig, micro_batch_tokens:
         return math.inf
     free, total = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    parts = device_bytes(sizes, config, micro_batch_tokens)
-    return max(0.0, free - 1.25 * (parts["workspace"] + parts["hidden states"]) - 0.05 * total)
+    parts = device_bytes(sizes, config, max(tokens), sum(tokens))
+    moving = parts["workspace"] + parts["hidden states"] + parts["recomputed inputs"]
+    return max(0.0, free - 1.25 * moving - 0.05 * total)
 
 
 def _layer_workspace(sizes: Sizes, tokens: int, itemsize: int, training: bool) -> int:
     # Tensors that one decoder layer holds at once per token, in units of the hidden and intermediate size: counted in
-    # the transformers layers of Llama and Qwen with SDPA, and checked on an H200 (docs/experiments.md).
+    # the transformers layers of Llama and Qwen with SDPA, rounded up.
     hidden, intermediate = sizes.hidden_size, sizes.intermediate_size
     per_token = 16 * hidden + 8 * intermediate if training else 6 * hidden + 3 * intermediate
     largest = max(sizes.layer_sizes)

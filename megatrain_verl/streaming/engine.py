@@ -70,6 +70,8 @@ class StreamingEngine:
         trainable = optimizer is not None
         self.host_plan = HostPlan.of(self.plan, config, trainable=trainable, reference=keep_reference)
         check_host_memory(self.host_plan, config)
+        if trainable:
+            self._adamw = HostAdamW(config.optimizer_backend, config.cpu_threads)
 
         self.state = ParameterState.allocate(
             self.plan, config, trainable=trainable, reference=keep_reference, register=device == "cuda"
@@ -85,9 +87,8 @@ class StreamingEngine:
         self.step_count = 0
         self._calls = 0  # forward_backward calls since the gradients were zeroed
         if trainable:
-            self._adamw = HostAdamW(config.optimizer_backend, config.cpu_threads)
             self._gradients = GradientPath(self.plan, self.state, self.streams, self.counters, config.num_grad_slabs)
-            self._spill_area = SpillArea(partial(check_spill, config), register=device == "cuda")
+            self._spill_area = SpillArea(partial(check_spill, config, self.host_plan), register=device == "cuda")
 
     # ------------------------------------------------------------------------------------------------- a step
 
@@ -95,10 +96,11 @@ class StreamingEngine:
         self, micro_batches: list[MicroBatch], *, entropy: bool = False, sum_pi_squared: bool = False
     ) -> list[TokenOutputs]:
         """Scores of `micro_batches` in evaluation mode, without gradient; tensors on the engine's device."""
+        self._check(micro_batches)
         with self._released_on_error():
             run = self._start(micro_batches, training=False)
             run.score(entropy=entropy, sum_pi_squared=sum_pi_squared)
-            self.streams.host_wait(self.streams.compute.record(), "outputs computed")
+            self.streams.host_wait(self.streams.compute.record(), "scores computed")
         return run.outputs
 
     def forward_backward(
@@ -116,9 +118,12 @@ class StreamingEngine:
         """
         if self._adamw_config is None:
             raise ValueError("this engine is forward-only: it was made without an optimizer")
+        self._check(micro_batches)
+        groups = waves(micro_batches, self.config.wave_tokens)
+        self._gradients.check_addable()
         outputs: list[TokenOutputs] = []
         with self._released_on_error():
-            for wave in waves(micro_batches, self.config.wave_tokens):
+            for wave in groups:
                 run = self._start(wave, first=len(outputs), training=True)
                 self._gradients.acquire_device(self.device)
                 inputs = self._activation_store(wave)
@@ -131,8 +136,6 @@ class StreamingEngine:
         return outputs
 
     def _start(self, micro_batches: list[MicroBatch], *, first: int = 0, training: bool) -> LayerMajorPass:
-        for batch in micro_batches:
-            self._check(batch)
         self.acquire_device()
         self._ring.train(training)
         dtype, attention = DTYPES[self.config.dtype], self.config.attn_implementation
@@ -160,22 +163,28 @@ class StreamingEngine:
             self.model_config.hidden_size,
             DTYPES[self.config.dtype],
             self.device,
-            activation_budget(self.plan, self.config, max(tokens), self.device) if budget is None else budget * GIB,
+            activation_budget(self.plan, self.config, tokens, self.device) if budget is None else budget * GIB,
             self._spill_area.reserve,
         )
 
     def _load(self, unit: UnitState) -> None:
         """Start the transfer of a unit's weights, which waits for that unit's AdamW, and for no other's."""
-        self._wait_updated(unit)
+        self._wait_updated(unit, "transfer")
         self._ring.load(unit.plan, unit.source(reference=self._reads_reference))
 
-    def _check(self, batch: MicroBatch) -> None:
-        longest, limit = max(batch.row_lengths), self.config.max_seq_len or self.model_config.max_position_embeddings
-        if longest > limit:
-            raise ValueError(f"a row of {longest} tokens is longer than max_seq_len ({limit}); shorten it or raise it")
-        low, high = batch.input_ids.min().item(), batch.input_ids.max().item()
-        if low < 0 or high >= self.model_config.vocab_size:
-            raise ValueError(f"token ids {low} .. {high} lie outside the vocabulary of {self.model_config.vocab_size}")
+    def _check(self, micro_batches: list[MicroBatch]) -> None:
+        if not micro_batches:
+            raise ValueError("there are no micro-batches")
+        limit, vocabulary = self.config.max_seq_len or self.model_config.max_position_embeddings, self.plan.vocab_size
+        for batch in micro_batches:
+            longest = max(batch.row_lengths)
+            if longest > limit:
+                raise ValueError(
+                    f"a row of {longest} tokens is longer than max_seq_len ({limit}); shorten it or raise it"
+                )
+            low, high = batch.input_ids.min().item(), batch.input_ids.max().item()
+            if low < 0 or high >= vocabulary:
+                raise ValueError(f"token ids {low} .. {high} lie outside the vocabulary of {vocabulary}")
 
     def zero_grad(self) -> None:
         """Forget the gradients. A pending AdamW still reads them."""
@@ -189,8 +198,11 @@ class StreamingEngine:
         much later a unit is updated. If the norm is not finite, nothing changes and the step is not counted.
 
         Raises:
+            ValueError: there are no gradients.
             RuntimeError: an earlier update failed; names the unit.
         """
+        if self._adamw_config is None or not self._gradients.pending:
+            raise ValueError("there are no gradients: call forward_backward of a trainable engine first")
         self._gradients.wait_landed()
         norm = self._gradients.norm()
         if not math.isfinite(norm):
@@ -219,9 +231,9 @@ class StreamingEngine:
         except Exception as error:
             raise RuntimeError(f"AdamW of {unit.plan.name} failed in step {step.step}: {error}") from error
 
-    def _wait_updated(self, unit: UnitState) -> None:
+    def _wait_updated(self, unit: UnitState, purpose: str) -> None:
         if unit.plan.name in self._updated:
-            self.streams.host_wait(self._updated[unit.plan.name], "weights updated")
+            self.streams.host_wait(self._updated[unit.plan.name], f"weights updated before {purpose}")
 
     # ------------------------------------------------------------------------------------------------ weights
 
@@ -241,6 +253,8 @@ class StreamingEngine:
         Raises:
             ValueError: a missing, unknown, repeated or differently shaped tensor; see `weight_files.load_into`.
         """
+        for unit in self.state.units:
+            self._wait_updated(unit, "new weights")
         weight_files.load_into(self.state, self.plan, source)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -249,7 +263,7 @@ class StreamingEngine:
         Waits for the AdamW of each unit as it comes to it, and for no other.
         """
         for unit in self.state.units:
-            self._wait_updated(unit)
+            self._wait_updated(unit, "export")
             for span in unit.plan.spans:
                 yield span.name, unit.view(unit.weight, span)
 
@@ -267,7 +281,7 @@ class StreamingEngine:
     def save(self, folder: str | Path, meta: dict[str, object] | None = None) -> None:
         """Write masters, moments and step count to `folder`, unit by unit, bit for bit."""
         state = {"step_count": self.step_count, **(meta or {})}
-        checkpoint.save_state(folder, self.plan, self.state, state, self._wait_updated)
+        checkpoint.save_state(folder, self.plan, self.state, state, partial(self._wait_updated, purpose="saving"))
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Restore what `save` wrote and return its `meta`; the reference stays what it was before.
@@ -275,8 +289,10 @@ class StreamingEngine:
         Raises:
             ValueError: a checkpoint of another model or an incomplete one; before anything is overwritten.
         """
+        if self._adamw_config is None:
+            raise ValueError("this engine is forward-only: it has no training state to load")
         for unit in self.state.units:
-            self._wait_updated(unit)
+            self._wait_updated(unit, "loading")
         meta = checkpoint.load_state(folder, self.plan, self.state)
         self.step_count = int(meta["step_count"])
         self.zero_grad()
@@ -298,19 +314,22 @@ class StreamingEngine:
         """Wait for the device and free everything on it. Gradients that are on the host stay."""
         if self._ring is None:
             return
-        for queue in (self.streams.weight, self.streams.compute, self.streams.grad, self.streams.adder):
-            self.streams.host_wait(queue.record(), "device idle")
+        # A pass ends when the compute stream has used all weights; gradients may still be on their way.
+        self.streams.host_wait(self.streams.grad.record(), "gradients sent")
+        self.streams.host_wait(self.streams.adder.record(), "gradients added")
         self._free_device()
 
     def close(self) -> None:
         """Wait for pending work and release all memory. The engine cannot be used afterwards."""
-        self.release_device()
-        self.streams.close()
-        if self._adamw_config is not None:
-            self._gradients.close()
-            self._adamw.close()
-            self._spill_area.close()
-        self.state.close()
+        try:
+            self.release_device()
+        finally:
+            self.streams.close()
+            if self._adamw_config is not None:
+                self._gradients.close()
+                self._adamw.close()
+                self._spill_area.close()
+            self.state.close()
 
     def _free_device(self) -> None:
         self._ring = self._token_head = self._rotary = None
@@ -322,10 +341,11 @@ class StreamingEngine:
 
     @contextmanager
     def _released_on_error(self) -> Iterator[None]:
-        """A pass that fails in the middle leaves half-used slots: drop them, and the gradients it did not finish."""
+        """A pass that fails in the middle leaves half-used slots and half-added gradients: drop them all."""
         try:
             yield
         except BaseException:
+            self.streams.abandon()
             if self._adamw_config is not None:
                 self.zero_grad()
             self._free_device()

@@ -89,6 +89,19 @@ class GradientPath:
             del self._layers, self._edge, self._staging
             self._on_device = False
 
+    def check_addable(self) -> None:
+        """Refuse to add to gradients that are there already, if their type would lose small terms.
+
+        Raises:
+            ValueError: the arenas are bfloat16; says what to do.
+        """
+        dtype = self._state.units[0].grad.dtype
+        if self.pending and dtype is not torch.float32:
+            raise ValueError(
+                "gradients of several forward_backward calls are added on the host, which loses small terms in "
+                f"{dtype}: set grad_dtype=float32, or call zero_grad before each forward_backward"
+            )
+
     def begin(self, unit: UnitState) -> Accumulator:
         """A zeroed accumulator for `unit`; the compute stream waits until its last content has left."""
         if unit.plan.structure is None:
@@ -145,11 +158,6 @@ class GradientPath:
         self._slabs = []
 
     def _send_through_slabs(self, gradient: Tensor, arena: Tensor) -> None:
-        if arena.dtype is not torch.float32:
-            raise ValueError(
-                "gradients of several forward_backward calls are added on the host, which loses small terms in "
-                f"{arena.dtype}: set grad_dtype=float32, or call zero_grad before each forward_backward"
-            )
         grad, adder = self._streams.grad, self._streams.adder
         slabs = self._slabs or self._allocate_slabs()
         for start in range(0, gradient.numel(), SLAB_ELEMENTS):

@@ -104,6 +104,10 @@ class SimulatedStreams(Streams):
             if self._random.random() < self._change:
                 self._random.shuffle(self._priority)
 
+    def abandon(self) -> None:
+        for queue in (self.weight, self.compute, self.grad, self.adder):
+            queue.items.clear()
+
     def idle(self) -> bool:
         """Whether all appended work has run."""
         return not any(queue.items for queue in self._priority)

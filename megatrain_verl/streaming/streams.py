@@ -60,6 +60,9 @@ class Streams:
         """Block the main thread until `event`. `reason` names what must be ready."""
         event.synchronize()
 
+    def abandon(self) -> None:
+        """After a failed pass: nothing that it appended to the device's queues runs any more when this returns."""
+
     def close(self) -> None:
         """End the threads that the queues own."""
 
@@ -175,6 +178,10 @@ class DeviceStreams(Streams):
         self.weight, self.compute, self.grad = (make(name) for name in ("weight", "compute", "grad"))
         self.adder = ThreadQueue("gradient adder")
         self.optimizer = ThreadQueue("host optimizer")
+
+    def abandon(self) -> None:
+        for queue_of_device in (self.weight, self.compute, self.grad, self.adder):
+            queue_of_device.record().synchronize()
 
     def close(self) -> None:
         self.adder.close()

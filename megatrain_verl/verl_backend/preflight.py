@@ -8,13 +8,14 @@ import copy
 from omegaconf import DictConfig
 from transformers import PretrainedConfig
 from verl.trainer.distillation import is_distillation_enabled
+from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
 from verl.workers.config import HFModelConfig
 
-from megatrain_verl.resources import check_shared_memory
+from megatrain_verl.resources import HostPlan, check_host_memory, check_shared_memory
 from megatrain_verl.streaming.attention import check_available
-from megatrain_verl.streaming.model_plan import plan_model
+from megatrain_verl.streaming.model_plan import ModelPlan, plan_model
 from megatrain_verl.verl_backend import prompt_files, registration
 
 MIB = 1 << 20
@@ -47,7 +48,10 @@ def check_inputs(config: DictConfig) -> None:
     device = get_device_name()
     check_available(engine.get("attn_implementation", "auto"), engine.get("dtype", "bfloat16"), device)
     _check_length(config, model.hf_config)
-    _check_weight_transfer(config, model.hf_config, device)
+    plan = plan_model(copy.deepcopy(model.hf_config))  # refuses what the engine would train wrongly
+    _check_host_memory(config, plan)
+    if device == "cpu":
+        _check_weight_transfer(config, plan)
     prompt_files.check(config.data, model.tokenizer, model.processor)
 
 
@@ -84,11 +88,20 @@ def _check_length(config: DictConfig, hf_config: PretrainedConfig) -> None:
         )
 
 
-def _check_weight_transfer(config: DictConfig, hf_config: PretrainedConfig, device: str) -> None:
-    """The model must be one that the engine trains; without CUDA IPC each weight must fit into the shared buffer."""
-    plan = plan_model(copy.deepcopy(hf_config))
-    if device != "cpu":
-        return
+def _check_host_memory(config: DictConfig, plan: ModelPlan) -> None:
+    """The arenas of the actor, and of a separate reference engine if there is one, must fit before anything starts."""
+    engine = omega_conf_to_dataclass(config.actor_rollout_ref.actor.megatrain)
+    streaming = engine.streaming_config()
+    actor = HostPlan.of(plan, streaming, trainable=True, reference=engine.ref_in_actor)
+    if need_reference_policy(config) and not engine.ref_in_actor:
+        reference = HostPlan.of(plan, streaming, trainable=False, reference=False)
+        both = actor.bytes_by_kind | {"reference engine": reference.total}
+        actor = HostPlan(both, actor.parameters)
+    check_host_memory(actor, streaming)
+
+
+def _check_weight_transfer(config: DictConfig, plan: ModelPlan) -> None:
+    """Without CUDA IPC each weight must fit into the buffer in shared memory."""
     option = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
     bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
     itemsize = 4 if config.actor_rollout_ref.actor.megatrain.get("dtype") == "float32" else 2

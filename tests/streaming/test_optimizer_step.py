@@ -148,11 +148,37 @@ def test_a_full_slab_pool_blocks_and_never_overwrites(setup):
 def test_adding_bfloat16_gradients_is_refused_with_the_remedy(setup):
     engine = setup(dtype="bfloat16")
     backward(engine)
+    expected = [unit.grad.clone() for unit in engine.state.units]
+    sent = engine.counters.h2d_bytes
     with pytest.raises(ValueError, match="grad_dtype=float32"):
         backward(engine)
-    engine.zero_grad()
-    backward(engine)  # the refused call left nothing behind
+    assert engine.counters.h2d_bytes == sent  # refused before any work, and nothing is lost
+    assert all(torch.equal(unit.grad, grad) for unit, grad in zip(engine.state.units, expected, strict=True))
     assert engine.optimizer_step() > 0
+
+
+def test_a_step_without_gradients_is_refused(setup):
+    engine = setup()
+    with pytest.raises(ValueError, match="no gradients"):
+        engine.optimizer_step()
+    backward(engine)
+    engine.optimizer_step()
+    engine.zero_grad()
+    before = oracle.masters(engine)
+    with pytest.raises(ValueError, match="no gradients"):
+        engine.optimizer_step()
+    assert same(oracle.masters(engine), before)
+
+
+def test_first_update_on_policy_has_ratio_one_whatever_the_micro_batches(setup):
+    engine = setup()
+    rows = oracle.random_rows([9, 14, 6, 11])
+    old = engine.forward(oracle.split_micro_batches(rows, 1))
+    together = oracle.split_micro_batches(rows, 4)
+    new = engine.forward_backward(together, mean_loss(36))
+    old = oracle.engine_log_probs(old, oracle.split_micro_batches(rows, 1))
+    for before, after in zip(old, oracle.engine_log_probs(new, together), strict=True):
+        torch.testing.assert_close((after - before).exp(), torch.ones_like(after), atol=1e-5, rtol=0)
 
 
 def test_moves_too_small_for_bfloat16_are_kept_in_the_low_half(setup):

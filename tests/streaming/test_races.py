@@ -1,5 +1,7 @@
 """The schedule on simulated streams: every order that the waits allow gives the same bits, and every wait is needed."""
 
+import tempfile
+
 import pytest
 import torch
 
@@ -20,24 +22,44 @@ def one_thread():
 
 
 def train(streams, *, layers=4, **settings):
-    """Two steps of one call, one of two calls (gradients added on the host), then scores; returns all results."""
+    """Steps, scores, saving, loading, releasing the device; returns all that is computed."""
     config = oracle.tiny_config("qwen2", layers=layers, tied=settings.pop("tied", False))
     model = oracle.plain_model(config)
     engine = oracle.make_engine(model, config, AdamWConfig(lr=1e-2), streams=streams, num_grad_slabs=2, **settings)
     rows = oracle.random_rows([6, 9, 4, 8, 3])
     batches = oracle.split_micro_batches(rows, 2)
     results = []
-    for calls in (1, 1, 2):
+
+    def backward(calls=1):
         engine.zero_grad()
         for _ in range(calls):
             outputs = engine.forward_backward(batches, lambda m, scores: -scores.log_probs.sum() / 16)
-            results += [output.log_probs.clone() for output in outputs]
+            results.extend(output.log_probs.clone() for output in outputs)
+
+    def step():
         results.append(torch.tensor(engine.optimizer_step(), dtype=torch.float64))
+
+    for calls in (1, 1, 2):  # the last adds gradients on the host
+        backward(calls)
+        step()
     results += [weight.clone() for _, weight in engine.named_weights()]
     results += [output.log_probs.clone() for output in engine.forward(batches)]
-    engine.forward_backward(batches, lambda m, scores: -scores.log_probs.sum() / 16)
-    engine.release_device()
-    results.append(torch.tensor(streams is None or streams.idle()))
+    with tempfile.TemporaryDirectory() as folder:
+        backward()
+        step()
+        engine.save(f"{folder}/state")
+        backward()
+        step()
+        engine.load(f"{folder}/state")
+    results += [unit.master() for unit in engine.state.units]
+    backward()
+    step()
+    engine.load_weights(model.state_dict().items())
+    results += [unit.master() for unit in engine.state.units]
+    for calls in (1, 2):
+        backward(calls)
+        engine.release_device()
+        results.append(torch.tensor(streams is None or streams.idle()))
     engine.close()
     return results
 
@@ -74,7 +96,7 @@ def test_every_wait_is_needed():
         streams = SimulatedStreams(0)
         train(streams, **model)
         reasons |= streams.waits
-    assert len(reasons) == 27, sorted(reasons)
+    assert len(reasons) == 33, sorted(reasons)
     for reason in sorted(reasons):
         orders = ((seed, index) for seed in range(ORDERS) for index in range(len(models)))
         found = any(goes_wrong(seed, reason, models[index], expected[index]) for seed, index in orders)
@@ -87,6 +109,22 @@ def goes_wrong(seed, reason, model, expected):
         return not same_bits(train(SimulatedStreams(seed, drop=reason), **model), expected)
     except (RuntimeError, KeyError, IndexError, TypeError, AttributeError, ValueError):
         return True
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_failing_loss_leaves_nothing_behind(seed):
+    config = oracle.tiny_config("qwen2")
+    model = oracle.plain_model(config)
+    engine, control = (oracle.make_engine(model, config, streams=SimulatedStreams(seed)) for _ in range(2))
+    batches = oracle.split_micro_batches(oracle.random_rows([6, 9, 4]), 1)
+    with pytest.raises(ZeroDivisionError):
+        engine.forward_backward(batches, lambda m, scores: scores.log_probs.sum() / (1 // (1 - m)))
+    for each in (engine, control):
+        each.zero_grad()
+        each.forward_backward(batches, lambda m, scores: -scores.log_probs.sum() / 16)
+        each.optimizer_step()
+    expected = oracle.masters(control)
+    assert all(torch.equal(weight, expected[name]) for name, weight in oracle.masters(engine).items())
 
 
 def test_streams_that_wait_for_each_other_are_reported():

@@ -127,6 +127,19 @@ REFUSED = {
     "attention": ([GROUP, f"{ACTOR}.megatrain.attn_implementation=eager"], "attn_implementation must be one of"),
     "attention here": ([GROUP, f"{ACTOR}.megatrain.attn_implementation=varlen"], "varlen runs in bfloat16 on CUDA"),
     "optimizer": ([GROUP, f"{ACTOR}.optim.optimizer=Adam"], "Adam of torch.optim is not supported"),
+    "host memory": (
+        [GROUP, f"{ACTOR}.megatrain.host_memory_gb=0.001"],
+        "parameters need .* GiB of host memory.*GiB are available .host_memory_gb.*weight .*exp_avg .*What helps",
+    ),
+    "host memory of both engines": (
+        [
+            GROUP,
+            f"{ACTOR}.megatrain.host_memory_gb=0.001",
+            f"{ACTOR}.megatrain.ref_in_actor=False",
+            f"{ACTOR}.use_kl_loss=True",
+        ],
+        "reference engine",
+    ),
     "offload": ([GROUP, f"{ACTOR}.megatrain.param_offload=False"], "param_offload=False is not possible"),
     "asynchronous save": ([GROUP, f"{ACTOR}.checkpoint.async_save=True"], "async_save=True is not supported"),
     "contents": ([GROUP, f"{ACTOR}.checkpoint.save_contents=[modell]"], "unknown option modell.*did you mean model"),
