@@ -28,9 +28,9 @@ TEMPLATES = {
         "{{ parts[-1].lstrip() }}<|im_end|>\n{% endfor %}" + PROMPT
     ),
     "tools": (
-        "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>"
-        "{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}CALL {{ call.function | tojson }}{% endfor %}"
-        "<|im_end|>\n{% endfor %}" + PROMPT
+        "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}CALL "
+        "{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}" + PROMPT
     ),
     "no end of turn": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
     "numbers from the end": (

@@ -1,5 +1,7 @@
 """Options of an SFT run: the shipped configurations compose, and wrong ones are refused by name."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,6 @@ from omegaconf import DictConfig
 from transformers import Qwen2Config
 from verl.utils.config import omega_conf_to_dataclass
 
-import megatrain_verl.sft.conf
 from megatrain_verl.sft import metrics_file, options, process, search_path
 from megatrain_verl.sft.dataset import ChatDataset
 from megatrain_verl.verl_backend.config import MegaTrainEngineConfig
@@ -55,14 +56,14 @@ def test_parquet_files_of_verl_keep_verls_class() -> None:
     config = run_config("data.dataset=null", "data.train_files=rows.parquet")
     options.prepare(config, "cpu")
     assert config.data.train_files == "rows.parquet" and config.data.custom_cls.path is None
+    assert config.data.truncation == "error"
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configurations_compose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL_PATH", "model")
-    assert f"python -m megatrain_verl.sft --config-dir configs/sft --config-name {name} " in (
-        (CONFIGS / f"{name}.yaml").read_text().splitlines()[0]
-    )
+    first_line = (CONFIGS / f"{name}.yaml").read_text().splitlines()[0]
+    assert f"python -m megatrain_verl.sft --config-dir configs/sft --config-name {name} " in first_line
     config = compose(name, overrides=["data.dataset=rows"])
     options.prepare(config, "cpu")
     assert isinstance(omega_conf_to_dataclass(config.engine), MegaTrainEngineConfig)
@@ -75,6 +76,7 @@ REFUSED = {
     "two kinds of data": (["data.train_files=a"], "set data.train_files and data.val_files to null"),
     "two ways to evaluate": (["data.val_size=2", "data.val_dataset=b"], "val_dataset and data.val_size exclude"),
     "nothing to evaluate on": (["trainer.test_freq=2"], "set data.val_size or data.val_dataset"),
+    "nothing per epoch": (["trainer.test_freq=after_each_epoch"], "set data.val_size or data.val_dataset"),
     "negative share": (["data.val_size=-1"], "data.val_size must be at least 0"),
     "padding": (["data.pad_mode=right"], "data.pad_mode must be no_padding"),
     "micro-batch": (["data.max_token_len_per_gpu=100"], "max_token_len_per_gpu=100 is less than data.max_length=2048"),
@@ -125,15 +127,33 @@ def test_metrics_of_a_resumed_run_follow_those_before_the_checkpoint(tmp_path: P
     assert list(tmp_path.iterdir()) == [path]
 
 
+KILLED_RUN = """
+import os, pathlib
+from megatrain_verl.sft import metrics_file
+path = pathlib.Path("metrics.jsonl")
+with metrics_file.continued(path, 2):
+    path.write_bytes(bytes.fromhex("{written}"))
+    os._exit(9)
+"""
+
+
 def test_metrics_survive_a_run_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(lines(1, 2, 3))
-    killed = metrics_file.continued(path, 2)
-    killed.__enter__()
-    path.write_bytes(lines(3, loss=1.0))
+    script = KILLED_RUN.format(written=lines(3, loss=1.0).hex())
+    assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=60).returncode == 9
     with metrics_file.continued(path, 3):
         path.write_bytes(lines(4, loss=2.0))
     assert path.read_bytes() == lines(1, 2) + lines(3, loss=1.0) + lines(4, loss=2.0)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_metrics_stay_when_the_resumed_run_writes_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(lines(1, 2, 3))
+    with metrics_file.continued(path, 2):
+        pass
+    assert path.read_bytes() == lines(1, 2)
 
 
 def test_metrics_of_a_new_run_replace_older_ones(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m megatrain_verl.sft` as a user runs it: training, checkpoints, resume; and a plain loop that it must equal."""
+"""`python -m megatrain_verl.sft` as a user runs it: training, checkpoints, resume; and a plain loop that it equals."""
 
 import json
 import math
@@ -47,6 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model and a data set."""
     folder = tmp_path_factory.mktemp("sft")
     save_tiny_model(folder / "model")
+    # As a base model: generation ends where texts end (token 0), not where turns do (token 2).
+    (folder / "model" / "generation_config.json").write_text('{"eos_token_id": 0}')
     write_dataset(folder / "data", alpaca_rows(ROWS))
     return folder
 
@@ -101,7 +103,9 @@ def test_saved_model_is_a_model_path(straight: subprocess.CompletedProcess[str],
     model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
     prompt = [{"role": "user", "content": "Say c\nnow"}]
     inputs = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    assert model.generate(**inputs, max_new_tokens=2, do_sample=False).shape[1] == inputs["input_ids"].shape[1] + 2
+    generated = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(generated).endswith("<|im_end|>")
+    assert model.generation_config.eos_token_id == [0, tokenizer.eos_token_id]
 
 
 def test_run_equals_a_plain_loop(straight: subprocess.CompletedProcess[str], folder: Path) -> None:

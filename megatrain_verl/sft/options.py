@@ -1,0 +1,86 @@
+"""What the options of an SFT run say, checked before the model is loaded."""
+
+import os
+from pathlib import Path
+
+from omegaconf import DictConfig, ListConfig, open_dict
+from transformers import PretrainedConfig
+
+from megatrain_verl.sft import dataset
+from megatrain_verl.streaming.attention import check_available
+from megatrain_verl.verl_backend import registration
+
+
+def prepare(config: DictConfig, device: str) -> None:
+    """Fill in `config` (a whole run) what follows from its options: verl's data files and class, and the device.
+
+    Raises:
+        ValueError: no data, evaluation without data, or options that exclude each other.
+    """
+    data, trainer = config.data, config.trainer
+    trainer.device = device
+    registration.refuse_several_processes(trainer.n_gpus_per_node * trainer.nnodes)
+    if data.dataset:
+        _use_registry(data)
+    elif not data.train_files:
+        raise ValueError("no data: set data.dataset to names in dataset_info.json of data.dataset_dir")
+    elif data.truncation == "drop":  # verl's own class cannot drop
+        data.truncation = "error"
+    evaluates = trainer.test_freq == "after_each_epoch" or trainer.test_freq > 0
+    if evaluates and not data.val_files:
+        raise ValueError("trainer.test_freq evaluates; set data.val_size or data.val_dataset to what it evaluates on")
+    if data.pad_mode != "no_padding":
+        raise ValueError(f"data.pad_mode must be no_padding: megatrain packs rows, got {data.pad_mode}")
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu < data.max_length:
+        raise ValueError(
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} is less than data.max_length={data.max_length}: "
+            "one row would not fit into a micro-batch"
+        )
+    if not data.use_dynamic_bsz and data.train_batch_size % data.micro_batch_size_per_gpu:
+        raise ValueError(
+            f"data.train_batch_size={data.train_batch_size} must be a multiple of data.micro_batch_size_per_gpu="
+            f"{data.micro_batch_size_per_gpu} with data.use_dynamic_bsz=False"
+        )
+
+
+def check_model(config: DictConfig, hf_config: PretrainedConfig) -> None:
+    """Refuse rows longer than the model takes, and an attention kernel that is not here.
+
+    Raises:
+        ValueError: names the option and the remedy.
+    """
+    engine = config.engine
+    check_available(engine.attn_implementation, engine.dtype, config.trainer.device)
+    limit, name = engine.max_seq_len, "engine.max_seq_len"
+    if limit is None:
+        limit, name = getattr(hf_config, "max_position_embeddings", None), "the model's max_position_embeddings"
+    if limit is not None and config.data.max_length > limit:
+        raise ValueError(
+            f"data.max_length={config.data.max_length} exceeds {name}={limit}; set data.max_length={limit}"
+        )
+
+
+def metrics_path(config: DictConfig) -> Path:
+    """Where verl's `file` logger writes."""
+    default = os.path.join(config.trainer.default_local_dir, "metrics.jsonl")
+    return Path(os.environ.setdefault("VERL_FILE_LOGGER_PATH", os.path.abspath(default)))
+
+
+def _use_registry(data: DictConfig) -> None:
+    if data.train_files or data.val_files:
+        raise ValueError("data.dataset names the data; set data.train_files and data.val_files to null")
+    if data.val_dataset and data.val_size:
+        raise ValueError("data.val_dataset and data.val_size exclude each other: set one of them")
+    if not data.val_size >= 0:
+        raise ValueError(f"data.val_size must be at least 0, got {data.val_size}")
+    with open_dict(data):
+        data.custom_cls = {"path": f"pkg://{dataset.__name__}", "name": dataset.ChatDataset.__name__}
+        data.train_files = {"names": _names(data.dataset), "part": "train" if data.val_size else "all"}
+        if data.val_dataset:
+            data.val_files = {"names": _names(data.val_dataset), "part": "all"}
+        elif data.val_size:
+            data.val_files = {"names": _names(data.dataset), "part": "held_out"}
+
+
+def _names(names: str | ListConfig) -> list[str]:
+    return [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
