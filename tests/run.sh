@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-LIMIT=1800 SELECTED=(-m "not slow")
+LIMIT=3000 SELECTED=(-m "not slow")
 if [ "${1:-}" = --full ]; then LIMIT=10800 SELECTED=(); shift; fi
 
 bash examples/install.sh
