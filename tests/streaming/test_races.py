@@ -12,15 +12,6 @@ from tests import oracle
 ORDERS = 25
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The work is tiny; threads that wait for each other would take most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def train(streams, *, layers=4, **settings):
     """Steps, scores, saving, loading, releasing the device; returns all that is computed."""
     config = oracle.tiny_config("qwen2", layers=layers, tied=settings.pop("tied", False))
