@@ -193,6 +193,24 @@ def test_moves_too_small_for_bfloat16_are_kept_in_the_low_half(setup):
         assert (unit.weight != high).sum() < 0.1 * parameters
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_exports_without_an_update_are_the_same_bits_each_weight_once(tied):
+    config = oracle.tiny_config("qwen2", tied=tied)
+    model = oracle.plain_model(config)
+    engine = oracle.make_engine(model, config, dtype="bfloat16")
+    backward(engine)
+    engine.optimizer_step()
+    first = [(name, weight.clone()) for name, weight in engine.named_weights()]
+    engine.forward([oracle.pack(oracle.random_rows([9]))])
+    engine.release_device()
+    second = list(engine.named_weights())
+    assert [name for name, _ in first] == [name for name, _ in second]
+    assert sorted(name for name, _ in first) == sorted(name for name, _ in model.named_parameters())
+    for (_, before), (_, after) in zip(first, second, strict=True):
+        assert torch.equal(before, after) and after.isfinite().all() and after.dtype is torch.bfloat16
+    engine.close()
+
+
 def test_tied_matrix_is_one_parameter_and_stays_tied():
     config = oracle.tiny_config("qwen2", tied=True)
     model = oracle.plain_model(config)
