@@ -19,6 +19,7 @@ from megatrain_verl.sft import tool_text
 from megatrain_verl.sft.conversations import Conversation, Message, UnusableRow
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+NOTHING = "(?!)"  # a pattern that matches nowhere
 PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}text of this turn"
 
 Span = tuple[int, int]
@@ -45,8 +46,8 @@ class ChatTemplate:
                 f"the tokenizer of {tokenizer.name_or_path} has no chat template; set model.custom_chat_template"
             )
         self._tokenizer, self._kwargs = tokenizer, kwargs
-        special = {*tokenizer.all_special_tokens, *_control_tokens(tokenizer)}
-        self._special_token = re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
+        special = sorted({*tokenizer.all_special_tokens, *_control_tokens(tokenizer)}, key=len, reverse=True)
+        self._special_token = re.compile("|".join(map(re.escape, special)) or NOTHING)
         self.takes_tools = tool_text.is_rendered(self.render)
         self._check_plain_text()
 

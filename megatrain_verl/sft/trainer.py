@@ -64,15 +64,26 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         if self.resume_global_step >= self.total_training_steps:
             print(f"the run in {self.config.trainer.default_local_dir} has ended at step {self.resume_global_step}")
             return
-        if self.resume_global_step and self.resume_global_step % self.steps_per_epoch == 0:
-            # The restored iterator stands at the end of an epoch, and verl would take that for the whole next one.
-            # Using it up makes the next iterator start afresh.
-            if list(self.train_dataloader):
-                raise ValueError(self._other_data())
+        self._check_position()
         with metrics_file.continued(options.metrics_path(self.config), self.resume_global_step):
             super().fit()
         if not self.last_checkpoint.is_dir():
             raise ValueError(self._other_data())
+
+    def _check_position(self) -> None:
+        """Compare the restored iterator with the step to go on from; at the end of an epoch, let it start afresh.
+
+        verl would take an iterator that stands at an epoch's end for the whole next epoch, and train nothing in it.
+        """
+        state = self.train_dataloader.next_iter_state
+        if state is None:
+            return
+        steps = len(self.train_dataloader)
+        done = (self.resume_global_step - 1) % steps + 1
+        if state.get("_num_yielded", done) != done:
+            raise ValueError(self._other_data())
+        if done == steps:
+            self.train_dataloader.next_iter_state = None
 
     @property
     def last_checkpoint(self) -> Path:

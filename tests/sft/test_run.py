@@ -162,11 +162,7 @@ def _plain_loss(model: torch.nn.Module, batch: list[dict[str, Tensor]]) -> Tenso
 def test_resumed_run_equals_the_straight_one(
     straight: subprocess.CompletedProcess[str], folder: Path, tmp_path: Path, step: int
 ) -> None:
-    for name in ("model", "data", f"out/global_step_{step}"):
-        shutil.copytree(folder / name, tmp_path / name)
-    shutil.copy(folder / "out" / "metrics.jsonl", tmp_path / "out")
-    (tmp_path / "out" / "latest_checkpointed_iteration.txt").write_text(str(step))
-
+    _copy_until(step, folder, tmp_path)
     resumed = train(tmp_path)
     assert resumed.returncode == 0, resumed.stdout[-3000:]
     for name in ("train/loss", "val/loss"):
@@ -176,6 +172,26 @@ def test_resumed_run_equals_the_straight_one(
         assert files
         for file in files:
             assert file.read_bytes() == (tmp_path / "out" / "global_step_10" / kind / file.name).read_bytes(), file.name
+
+
+def test_checkpoint_of_other_batches_is_refused(
+    straight: subprocess.CompletedProcess[str], folder: Path, tmp_path: Path
+) -> None:
+    _copy_until(6, folder, tmp_path)
+    run = train(tmp_path, "data.train_batch_size=8", "data.val_size=8", "trainer.test_freq=-1")
+    assert run.returncode == 1
+    assert (
+        "ValueError: the checkpoint in out is of a run with other data or another data.train_batch_size" in run.stdout
+    )
+    assert not (tmp_path / "out" / "global_step_8").exists()
+
+
+def _copy_until(step: int, folder: Path, target: Path) -> None:
+    """What `folder` held when the run had saved `step`, and some more lines of metrics."""
+    for name in ("model", "data", f"out/global_step_{step}"):
+        shutil.copytree(folder / name, target / name)
+    shutil.copy(folder / "out" / "metrics.jsonl", target / "out")
+    (target / "out" / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
 # --------------------------------------------------------------------------------------------------------- refused
