@@ -29,8 +29,12 @@ class StreamingConfig:
     # None: what is free when a step starts, less the working memory. The inputs that a checkpoint_interval above 1
     # computes again are not part of it; they stay on the device.
     device_activation_gb: float | None = None
+    # How many layers may keep on the device more than streaming needs: weights, and what autograd saved, so that they
+    # are neither sent nor computed again. None: as many as are worth it and fit into the free device memory when a step
+    # starts, with the gradients of several waves of micro-batches too if that is faster. 0: lean, the least memory.
+    resident_layers: int | None = None
     # Most tokens whose layer inputs are kept at a time. A step with more runs in waves, whose gradients are added on
-    # the host in float32 (2 bytes/parameter more in bfloat16 mode). None: one wave.
+    # the host in float32 (2 bytes/parameter more in bfloat16 mode). None: one wave, or what resident_layers chooses.
     wave_tokens: int | None = None
     # Pinned host slabs through which gradients pass when they are added on the host. 4 keep the copy engine busy.
     num_grad_slabs: int = 4
@@ -48,6 +52,10 @@ class StreamingConfig:
     # Threads of the host optimizer. None: the cores this process may use (sched_getaffinity), whatever
     # OMP_NUM_THREADS says (Ray and torchrun set it to 1).
     cpu_threads: int | None = None
+    # Host memory, in GiB, for AdamW that starts before the gradient norm is known: the last layers are updated behind
+    # the backward pass, into spare arenas (12 bytes/parameter), on the guess that the norm needs no clipping. If it
+    # does, or is not finite, the results are dropped. 0: off.
+    speculative_adamw_gb: float = 0.0
     # Host memory that may be used, in GiB. None: what the kernel and the cgroup report as available. Set it on
     # virtual machines whose memory grows with use and that therefore report too little.
     host_memory_gb: float | None = None
@@ -67,8 +75,12 @@ class StreamingConfig:
         for field in ("max_seq_len", "cpu_threads", "wave_tokens"):
             if getattr(self, field) is not None:
                 _at_least(field, getattr(self, field), 1)
+        if self.resident_layers is not None:
+            _at_least("resident_layers", self.resident_layers, 0)
         if self.device_activation_gb is not None and not self.device_activation_gb >= 0:
             raise ValueError(f"device_activation_gb must be >= 0 or null, got {self.device_activation_gb}")
+        if not self.speculative_adamw_gb >= 0:
+            raise ValueError(f"speculative_adamw_gb must be >= 0, got {self.speculative_adamw_gb}")
         if self.host_memory_gb is not None and not self.host_memory_gb > 0:
             raise ValueError(f"host_memory_gb must be positive, got {self.host_memory_gb}")
         if self.dtype == "float32" and self.grad_dtype == "bfloat16":

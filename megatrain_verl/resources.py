@@ -12,7 +12,7 @@ from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.chunked_adamw import chunk_size
 from megatrain_verl.streaming.gradients import SLAB_ELEMENTS
 from megatrain_verl.streaming.host_adamw import usable_cores
-from megatrain_verl.streaming.host_store import arena_dtypes
+from megatrain_verl.streaming.host_store import TRAINED, arena_dtypes, units_with_spares
 
 GIB = 1 << 30
 
@@ -33,7 +33,10 @@ CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_
 
 @dataclass(frozen=True)
 class HostPlan:
-    """Bytes of host memory by kind: those of `arena_dtypes`, and `staging` (gradient slabs, AdamW's scratch)."""
+    """Bytes of host memory by kind.
+
+    Those of `arena_dtypes`, `spare` (speculative AdamW) and `staging` (gradient slabs, AdamW's scratch).
+    """
 
     bytes_by_kind: dict[str, int]
     parameters: int
@@ -45,6 +48,9 @@ class HostPlan:
         elements = sum(model.unit_sizes)
         sizes = {kind: elements * dtype.itemsize for kind, dtype in dtypes.items()}
         if trainable:
+            spared = sum(model.unit_sizes[index] for index in units_with_spares(model.unit_sizes, config))
+            if spared:
+                sizes["spare"] = spared * sum(dtypes[kind].itemsize for kind in TRAINED if kind in dtypes)
             sizes["staging"] = 2 * 4 * chunk_size(config.cpu_threads or usable_cores())
             if dtypes["grad"] is torch.float32:  # only then can gradients be added on the host, through slabs
                 slab = 4 * min(SLAB_ELEMENTS, max(model.unit_sizes))

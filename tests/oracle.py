@@ -20,6 +20,7 @@ from transformers import (
 from megatrain_verl.config import AdamWConfig, StreamingConfig
 from megatrain_verl.streaming.batch import MicroBatch
 from megatrain_verl.streaming.engine import StreamingEngine
+from megatrain_verl.streaming.pass_plan import PassPlan, PassPlanner
 from megatrain_verl.streaming.streams import Streams
 
 VOCAB = 97
@@ -78,6 +79,16 @@ def make_engine(
     )
     engine.load_weights(model.state_dict().items())
     return engine
+
+
+class FixedPlanner(PassPlanner):
+    """A planner that was told what to choose."""
+
+    def __init__(self, plan: PassPlan) -> None:
+        self.fixed = plan
+
+    def plan(self, micro_batches: list[MicroBatch], own_bytes: int) -> PassPlan:
+        return self.fixed
 
 
 def random_rows(lengths: list[int], seed: int = 1) -> list[Tensor]:

@@ -193,6 +193,26 @@ def test_result_does_not_depend_on_threads_or_chunks(backend: str, split: bool) 
     assert torch.equal(units[0].exp_avg_sq, units[1].exp_avg_sq)
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_an_update_into_other_arenas_leaves_its_own(backend: str, split: bool) -> None:
+    plan = make_plan((61, 67), (5,))
+    unit, other, spare = (make_unit(plan, fill(plan, 0.02, seed=0), split=split, grad_dtype=torch.float32) for _ in range(3))
+    spare.weight.fill_(3.0)
+    adamw = HostAdamW(backend, threads=2)
+    unit.grad.copy_(fill(plan, 0.01, seed=1))
+    other.grad.copy_(unit.grad)
+    before = [arena.clone() for arena in unit.trained()]
+    adamw.update(unit, make_step(1), into=spare)
+    adamw.update(other, make_step(1))
+    adamw.close()
+    assert all(torch.equal(arena, old) for arena, old in zip(unit.trained(), before, strict=True))
+    unit.spare = spare
+    unit.take_spare()
+    assert all(torch.equal(arena, new) for arena, new in zip(unit.trained(), other.trained(), strict=True))
+    assert all(torch.equal(arena, old) for arena, old in zip(unit.spare.trained(), before, strict=True))
+
+
 @needs_compiler
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("split", [False, True])
@@ -205,7 +225,7 @@ def test_every_instruction_set_computes_the_same_update(split: bool, grad_dtype:
         native = NativeAdamW(3, level)
         for step in range(1, 4):
             unit.grad.copy_(fill(plan, 0.01, seed=step))
-            native.update(unit, 0, plan.numel, make_step(step, grad_scale=0.5), 0.1)
+            native.update(unit, unit, 0, plan.numel, make_step(step, grad_scale=0.5), 0.1)
         native.close()
         results.append(unit.master())
     for level, result in enumerate(results):

@@ -28,6 +28,11 @@ class RowLayout:
     cu_seqlens: Tensor
     implementation: str = "auto"
 
+    def __post_init__(self) -> None:
+        self.longest = max(self.lengths)
+        # Number of rows if all are equally long, else 0: compiled code reads these two numbers, never the list.
+        self.equal_rows = len(self.lengths) if len(set(self.lengths)) == 1 else 0
+
 
 def register() -> None:
     """Make `packed_attention` known to transformers under `NAME`."""
@@ -48,7 +53,6 @@ def check_available(implementation: str, dtype: str, device: str) -> None:
         )
 
 
-@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -73,33 +77,37 @@ def packed_attention(
     for feature in ("s_aux", "softcap"):
         if unused.get(feature) is not None:
             raise ValueError(f"{type(module).__name__} uses {feature}, which the engine's attention does not compute")
-    windowed = sliding_window is not None and sliding_window < max(rows.lengths)
+    windowed = sliding_window is not None and sliding_window < rows.longest
+    if rows.equal_rows and not windowed and rows.implementation in ("auto", "sdpa"):
+        # The only path that is compiled together with its layer: a compiled layer runs 3 to 15% faster for it.
+        return _equal_rows(query, key, value, rows.equal_rows, scaling, dropout), None
     window = sliding_window if windowed else None
-    kernel = _choose_kernel(query, rows, windowed, dropout)
+    return _unequal_rows(query, key, value, rows, window, scaling, dropout), None
+
+
+def _equal_rows(query: Tensor, key: Tensor, value: Tensor, count: int, scaling: float, dropout: float) -> Tensor:
+    batch = (tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in (query, key, value))
+    return _sdpa(*batch, None, scaling, dropout).transpose(1, 2).flatten(0, 1).unsqueeze(0)
+
+
+@torch.compiler.disable  # how the rows lie changes with every micro-batch: nothing here may become part of a graph
+def _unequal_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: RowLayout, window: int | None, scaling: float, dropout: float
+) -> Tensor:
+    kernel = _choose_kernel(query, rows, dropout)
     if kernel == "sdpa":
-        return _sdpa_rows(query, key, value, rows.lengths, window, scaling, dropout), None
+        parts = zip(*(tensor.split(rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        return torch.cat([_sdpa(*part, window, scaling, dropout).transpose(1, 2) for part in parts], dim=1)
     attend = _flash_attention if kernel == "flash_attention_2" else _varlen
-    out = attend(query, key, value, rows, window, scaling, dropout)
-    return out.unsqueeze(0), None
+    return attend(query, key, value, rows, window, scaling, dropout).unsqueeze(0)
 
 
-def _choose_kernel(query: Tensor, rows: RowLayout, windowed: bool, dropout: float) -> str:
+def _choose_kernel(query: Tensor, rows: RowLayout, dropout: float) -> str:
     if rows.implementation != "auto":
         return rows.implementation
-    equal_rows = len(set(rows.lengths)) == 1 and not windowed
-    if equal_rows or dropout > 0 or query.device.type == "cpu" or query.dtype != torch.bfloat16:
+    if dropout > 0 or query.device.type == "cpu" or query.dtype != torch.bfloat16:
         return "sdpa"
     return "flash_attention_2" if importlib.util.find_spec("flash_attn") else "varlen"
-
-
-def _sdpa_rows(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None, scaling: float, dropout: float
-) -> Tensor:
-    if len(set(lengths)) == 1:
-        batch = (tensor[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for tensor in (query, key, value))
-        return _sdpa(*batch, window, scaling, dropout).transpose(1, 2).flatten(0, 1).unsqueeze(0)
-    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([_sdpa(*part, window, scaling, dropout).transpose(1, 2) for part in parts], dim=1)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float, dropout: float) -> Tensor:
@@ -129,7 +137,7 @@ def _varlen(
         raise ValueError("attn_implementation=varlen has no attention dropout; use attn_implementation=sdpa")
     # Newer torch asks to be told about grouped-query heads; torch 2.11 takes them as they are and has no such argument.
     gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    longest = max(rows.lengths)
+    longest = rows.longest
     left = -1 if window is None else window - 1
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     boundaries = (rows.cu_seqlens, rows.cu_seqlens, longest, longest)
@@ -141,7 +149,7 @@ def _flash_attention(
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    longest = max(rows.lengths)
+    longest = rows.longest
     left = -1 if window is None else window - 1
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return flash_attn_varlen_func(

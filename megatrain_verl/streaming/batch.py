@@ -91,6 +91,25 @@ class TokenOutputs:
     sum_pi_squared: Tensor | None = None
 
 
+def check_micro_batches(micro_batches: list[MicroBatch], max_seq_len: int, vocab_size: int) -> None:
+    """Refuse what the model cannot take.
+
+    Raises:
+        ValueError: no micro-batch, a row longer than `max_seq_len`, or a token id outside the vocabulary.
+    """
+    if not micro_batches:
+        raise ValueError("there are no micro-batches")
+    for batch in micro_batches:
+        longest = max(batch.row_lengths)
+        if longest > max_seq_len:
+            raise ValueError(
+                f"a row of {longest} tokens is longer than max_seq_len ({max_seq_len}); shorten it or raise it"
+            )
+        low, high = batch.input_ids.min().item(), batch.input_ids.max().item()
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"token ids {low} .. {high} lie outside the vocabulary of {vocab_size}")
+
+
 def waves(micro_batches: list[MicroBatch], tokens: int | None) -> list[list[MicroBatch]]:
     """Consecutive groups of micro-batches of at most `tokens` tokens each; one group if that is None.
 

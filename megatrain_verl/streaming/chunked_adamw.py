@@ -39,18 +39,23 @@ class ChunkedAdamW:
         """Called once in each thread that updates: size its OpenMP team."""
         self._kernel.set_threads(self._threads)
 
-    def update(self, unit: UnitState, start: int, end: int, step: AdamWStep, weight_decay: float) -> None:
-        """Update elements [start, end) of the arenas of `unit` in place."""
+    def update(
+        self, unit: UnitState, into: UnitState, start: int, end: int, step: AdamWStep, weight_decay: float
+    ) -> None:
+        """Update elements [start, end) of the arenas of `unit`, writing those of `into` (which may be `unit`)."""
         for first in range(start, end, self._chunk):
-            self._update_chunk(unit, slice(first, min(first + self._chunk, end)), step, weight_decay)
+            part = slice(first, min(first + self._chunk, end))
+            if into is not unit:  # the kernels work in place
+                for target, source in zip(into.trained(), unit.trained(), strict=True):
+                    target[part].copy_(source[part])
+            self._update_chunk(into, unit.grad[part], part, step, weight_decay)
 
     def close(self) -> None:
         """Release the kernel's own state."""
         self._kernel.close()
 
-    def _update_chunk(self, unit: UnitState, part: slice, step: AdamWStep, weight_decay: float) -> None:
+    def _update_chunk(self, unit: UnitState, grad: Tensor, part: slice, step: AdamWStep, weight_decay: float) -> None:
         size = part.stop - part.start
-        grad = unit.grad[part]
         if grad.dtype is not torch.float32 or step.grad_scale != 1.0:
             grad = self._grad[:size].copy_(grad).mul_(step.grad_scale)
         master, split = unit.weight[part], unit.low is not None

@@ -3,8 +3,6 @@
 import math
 from typing import Protocol
 
-import torch
-
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.gradients import STAGING_ELEMENTS
 from megatrain_verl.streaming.host_store import DTYPES
@@ -21,9 +19,16 @@ class Sizes(Protocol):
 
 
 def device_bytes(
-    sizes: Sizes, config: StreamingConfig, micro_batch_tokens: int, pass_tokens: int, *, training: bool = True
+    sizes: Sizes,
+    config: StreamingConfig,
+    micro_batch_tokens: int,
+    pass_tokens: int,
+    *,
+    training: bool = True,
+    layer_slots: int = 2,
+    resident_gradients: bool = False,
 ) -> dict[str, int]:
-    """Bytes on the device by part, without the kept layer inputs (see `input_bytes`).
+    """Bytes on the device by part, without the kept layer inputs (see `input_bytes`); for two layer slots: lean mode.
 
     `pass_tokens` go through the layers together, in micro-batches of at most `micro_batch_tokens`. Between two layers
     each micro-batch has its hidden state or its gradient. `recomputed inputs` are those of a segment's other layers
@@ -33,9 +38,10 @@ def device_bytes(
     itemsize = DTYPES[config.dtype].itemsize
     layer = max(sizes.layer_sizes)
     edge = max(sizes.edge_sizes)
-    parts = {"layer slots": 2 * layer * itemsize, "embedding and head slot": edge * itemsize}
+    parts = {"layer slots": layer_slots * layer * itemsize, "embedding and head slot": edge * itemsize}
     if training:
-        parts["gradient accumulators"] = 4 * (2 * layer + edge)
+        accumulated = sum(sizes.layer_sizes) + sum(sizes.edge_sizes) if resident_gradients else 2 * layer + edge
+        parts["gradient accumulators"] = 4 * accumulated
         if config.host_grad_dtype != "float32":
             parts["gradient staging"] = itemsize * min(STAGING_ELEMENTS, max(layer, edge))
     row = sizes.hidden_size * itemsize
@@ -52,22 +58,6 @@ def input_bytes(sizes: Sizes, config: StreamingConfig, tokens: int) -> int:
     """Bytes of the layer inputs that a training step of `tokens` keeps, on the device or spilled to the host."""
     kept = math.ceil(len(sizes.layer_sizes) / config.checkpoint_interval)
     return kept * tokens * sizes.hidden_size * DTYPES[config.dtype].itemsize
-
-
-def activation_budget(sizes: Sizes, config: StreamingConfig, tokens: list[int], device: str) -> float:
-    """Bytes of layer inputs that may stay on the device now: what is free, less the working memory and 5%.
-
-    `tokens` of each micro-batch of the pass.
-
-    Called when slots and accumulators are allocated. On CPU there is no other place, hence no limit.
-    """
-    if device != "cuda":
-        return math.inf
-    free, total = torch.cuda.mem_get_info()
-    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    parts = device_bytes(sizes, config, max(tokens), sum(tokens))
-    moving = parts["workspace"] + parts["hidden states"] + parts["recomputed inputs"]
-    return max(0.0, free - 1.25 * moving - 0.05 * total)
 
 
 def _layer_workspace(sizes: Sizes, tokens: int, itemsize: int, training: bool) -> int:

@@ -1,8 +1,9 @@
 """Device slots that hold one unit's weights at a time, and the template layers whose parameters are views into them.
 
-Two slots serve all decoder layers: while one is computed with, the other is filled. A third holds the embedding at
-the start of the forward pass and the head at its end (for tied models both at once). Nothing is unflattened or
-copied on the device.
+Layer i always goes to layer slot i mod S. With two slots, one is computed with while the other is filled. The last S
+layers of the forward pass are still there when the backward pass comes to them, and with one slot per layer nothing is
+sent twice while the weights stay the same. One more slot holds the embedding at the start of the forward pass and the
+head at its end (for tied models both at once). Nothing is unflattened or copied on the device.
 """
 
 import copy
@@ -26,10 +27,13 @@ class TransferCounters:
 
 @dataclass
 class Slot:
-    """A flat device buffer. `ready`: its weights have arrived; `free`: the computation has used them."""
+    """A flat device buffer. `unit`: whose weights are in it or on their way, `ready`: they have arrived, `free`: the
+    computation has used them.
+    """
 
     name: str
     buffer: Tensor
+    unit: str | None = None
     ready: Event | None = None
     free: Event | None = None
 
@@ -38,24 +42,30 @@ class DeviceRing:
     """The slots of one engine. For each visit of a unit: `load` ahead of time, `use`, compute, `done`."""
 
     def __init__(
-        self, plan: ModelPlan, streams: Streams, counters: TransferCounters, device: str, dtype: torch.dtype
+        self,
+        plan: ModelPlan,
+        streams: Streams,
+        counters: TransferCounters,
+        device: str,
+        dtype: torch.dtype,
+        num_layer_slots: int,
     ) -> None:
-        self._plan, self._streams, self._counters = plan, streams, counters
+        self._streams, self._counters = streams, counters
         largest = max(unit.numel for unit in plan.layers)
         edge = max(plan.embedding.numel, plan.head.numel)
-        names = {"layer slot 0": largest, "layer slot 1": largest, "edge slot": edge}
-        *self._layer_slots, self._edge_slot = (
-            Slot(name, torch.zeros(numel, dtype=dtype, device=device)) for name, numel in names.items()
-        )
-        self._loads = 0
-        self._held: dict[str, Slot] = {}  # unit name -> slot, from `load` to `done`
+
+        def slot(name: str, numel: int) -> Slot:
+            return Slot(name, torch.zeros(numel, dtype=dtype, device=device))
+
+        self.layer_slots = [slot(f"layer slot {index}", largest) for index in range(num_layer_slots)]
+        self._edge_slot = slot("edge slot", edge)
+        self._slots = {unit.name: self.layer_slots[i % num_layer_slots] for i, unit in enumerate(plan.layers)}
         # A layer's spans are the same in every layer of its structure group, so any layer of the group will do.
-        layouts = {unit.structure: unit for unit in plan.layers}
-        self._templates = {
-            (structure, slot.name): bind(plan.structures[structure], unit, slot.buffer)
-            for structure, unit in layouts.items()
-            for slot in self._layer_slots
-        }
+        self._templates: dict[tuple[int, str], nn.Module] = {}
+        for unit in plan.layers:
+            key = (unit.structure, self._slots[unit.name].name)
+            if key not in self._templates:
+                self._templates[key] = bind(plan.structures[unit.structure], unit, self._slots[unit.name].buffer)
         head_views = views(plan.head, self._edge_slot.buffer)
         self.norm = copy.deepcopy(plan.norm)
         self.norm.weight = nn.Parameter(head_views["norm.weight"])
@@ -67,36 +77,46 @@ class DeviceRing:
         for template in self._templates.values():
             template.train(mode)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(slot.buffer.nbytes for slot in (*self.layer_slots, self._edge_slot))
+
+    def slot(self, unit: UnitPlan) -> Slot:
+        """Where the weights of `unit` go."""
+        return self._slots.get(unit.name, self._edge_slot)
+
     def load(self, unit: UnitPlan, source: Tensor) -> None:
-        """Start the transfer of `source` (host arena of `unit`) into the next slot; nothing if it is already there."""
-        if unit.name in self._held:
+        """Start the transfer of `source` (host arena of `unit`) into its slot; nothing if it is already there."""
+        slot = self.slot(unit)
+        if slot.unit == unit.name:
             return
-        if unit.structure is None:
-            slot = self._edge_slot
-        else:
-            slot = self._layer_slots[self._loads % len(self._layer_slots)]
-            self._loads += 1
         if slot.free is not None:
             self._streams.weight.wait(slot.free, f"{slot.name} free")
         self._streams.weight.run(partial(_copy, slot.buffer, source))
         self._counters.h2d_bytes += source.nbytes
         slot.ready = self._streams.weight.record()
-        self._held[unit.name] = slot
+        slot.unit = unit.name
 
     def use(self, unit: UnitPlan) -> None:
         """Let the compute stream wait until the weights of `unit` have arrived."""
-        slot = self._held[unit.name]
+        slot = self.slot(unit)
         if slot.ready is not None:
             self._streams.compute.wait(slot.ready, f"{slot.name} ready")
             slot.ready = None
 
     def layer(self, unit: UnitPlan) -> nn.Module:
         """The template that runs a decoder layer, between `use` and `done`."""
-        return self._templates[unit.structure, self._held[unit.name].name]
+        return self._templates[unit.structure, self.slot(unit).name]
 
     def done(self, unit: UnitPlan) -> None:
-        """The work appended to the compute stream so far is the last that reads the weights of `unit`."""
-        self._held.pop(unit.name).free = self._streams.compute.record()
+        """The work appended to the compute stream so far has used the weights of `unit`."""
+        self.slot(unit).free = self._streams.compute.record()
+
+    def forget(self) -> None:
+        """The weights on the host have changed: what the slots hold is of no use any more."""
+        for slot in (*self.layer_slots, self._edge_slot):
+            slot.unit = None
 
 
 def views(unit: UnitPlan, buffer: Tensor) -> dict[str, Tensor]:
@@ -114,4 +134,6 @@ def bind(template: nn.Module, unit: UnitPlan, buffer: Tensor) -> nn.Module:
 
 
 def _copy(slot: Tensor, source: Tensor) -> None:
-    slot[: source.numel()].copy_(source, non_blocking=True)
+    # Through `data`: autograd must not take the refill for a change of a weight that it keeps for a backward pass. By
+    # then the slot holds the same weights again.
+    slot.data[: source.numel()].copy_(source, non_blocking=True)

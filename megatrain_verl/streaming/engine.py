@@ -10,7 +10,7 @@ The order inside the two passes is in `layer_major.py`.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,21 +20,21 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatrain_verl.config import AdamWConfig, StreamingConfig
-from megatrain_verl.resources import GIB, HostPlan, check_host_memory, check_spill
+from megatrain_verl.resources import HostPlan, check_host_memory, check_spill
 from megatrain_verl.streaming import checkpoint, weight_files
 from megatrain_verl.streaming.activations import ActivationStore, SpillArea
 from megatrain_verl.streaming.attention import check_available
-from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs, waves
+from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs, check_micro_batches
 from megatrain_verl.streaming.device_batch import to_device
-from megatrain_verl.streaming.device_plan import activation_budget
 from megatrain_verl.streaming.device_ring import DeviceRing, TransferCounters
 from megatrain_verl.streaming.gradients import GradientPath
 from megatrain_verl.streaming.host_adamw import HostAdamW
 from megatrain_verl.streaming.host_store import DTYPES, ParameterState, UnitState
-from megatrain_verl.streaming.layer_call import LayerCall
-from megatrain_verl.streaming.layer_major import LayerMajorPass, LossFunction
+from megatrain_verl.streaming.layer_major import DeviceFunctions, LayerMajorPass, LossFunction
 from megatrain_verl.streaming.model_plan import plan_model
 from megatrain_verl.streaming.optimizer_step import AdamWStep
+from megatrain_verl.streaming.pass_plan import PassPlan, PassPlanner
+from megatrain_verl.streaming.speculation import Speculation
 from megatrain_verl.streaming.streams import DeviceStreams, Event, Streams
 from megatrain_verl.streaming.token_head import TokenHead
 
@@ -80,10 +80,13 @@ class StreamingEngine:
         self.counters = TransferCounters()
         self._ring: DeviceRing | None = None
         # Compiled dropout would draw other masks than the plain layer does.
-        self._layer_call = LayerCall(config.compile_layers and not self.plan.has_dropout())
+        self._compiled = config.compile_layers and not self.plan.has_dropout()
+        self._functions = DeviceFunctions(self._compiled)
+        self.planner = PassPlanner(self.plan, config, device)
         self._keeps_reference, self._reads_reference = keep_reference, False
         self._adamw_config = optimizer
         self._updated: dict[str, Event] = {}  # unit -> mark behind its last AdamW
+        self._speculation = Speculation()
         self.step_count = 0
         self._calls = 0  # forward_backward calls since the gradients were zeroed
         if trainable:
@@ -110,33 +113,47 @@ class StreamingEngine:
         *,
         entropy: bool = False,
         sum_pi_squared: bool = False,
+        next_lr: float | None = None,
     ) -> list[TokenOutputs]:
         """Add the gradient of the sum over i of `loss_fn(i, outputs_i)`; returns the outputs, detached.
 
         `loss_fn` gets the number of a micro-batch and its outputs, whose `log_probs` and `entropy` require gradient,
         and returns a scalar. It is called once per micro-batch, in order. A loss that requires no gradient adds none.
+
+        `next_lr` says that `optimizer_step` with this learning rate will follow at once: with `speculative_adamw_gb`
+        AdamW starts behind the backward pass. If something else follows, its results are dropped.
         """
         if self._adamw_config is None:
             raise ValueError("this engine is forward-only: it was made without an optimizer")
         self._check(micro_batches)
-        groups = waves(micro_batches, self.config.wave_tokens)
         self._gradients.check_addable()
-        outputs: list[TokenOutputs] = []
+        self._speculation.start(None if next_lr is None else self._adamw_step(next_lr, 1.0))
+        plan = self.planner.plan(micro_batches, self._device_bytes())
+        runs: list[LayerMajorPass] = []
         with self._released_on_error():
-            for wave in groups:
-                run = self._start(wave, first=len(outputs), training=True)
-                self._gradients.acquire_device(self.device)
-                inputs = self._activation_store(wave)
+            if self._ring is not None and len(self._ring.layer_slots) != plan.layer_slots:
+                self.release_device()
+            for number, wave in enumerate(plan.split(micro_batches), 1):
+                first = sum(plan.waves[: number - 1])
+                run = self._start(wave, first=first, training=True, layer_slots=plan.layer_slots)
+                self._gradients.acquire_device(self.device, plan.resident_gradients)
+                last = number == len(plan.waves)
+                self._gradients.begin_wave(first=number == 1, last=last, on_landing=self._update_ahead)
+                inputs, interval = self._activation_store(wave, plan), self.config.checkpoint_interval
                 scores = {"entropy": entropy, "sum_pi_squared": sum_pi_squared}
-                run.forward_backward(loss_fn, self._gradients, inputs, self.config.checkpoint_interval, **scores)
-                self._gradients.end_call()
-                self.streams.host_wait(self.streams.compute.record(), "outputs computed")
-                outputs += run.outputs
+                run.forward_backward(loss_fn, self._gradients, inputs, plan, interval, **scores)
+                self._gradients.end_wave()
+                runs.append(run)
+                if last or inputs.spilled_bytes:  # the next wave spills to the same host memory
+                    self.streams.host_wait(self.streams.compute.record(), "outputs computed")
+            self.planner.saved_bytes_per_token = run.saved_bytes_per_token
             self._calls += 1
-        return outputs
+        return [output for run in runs for output in run.outputs]
 
-    def _start(self, micro_batches: list[MicroBatch], *, first: int = 0, training: bool) -> LayerMajorPass:
-        self.acquire_device()
+    def _start(
+        self, micro_batches: list[MicroBatch], *, first: int = 0, training: bool, layer_slots: int = 2
+    ) -> LayerMajorPass:
+        self.acquire_device(layer_slots)
         self._ring.train(training)
         dtype, attention = DTYPES[self.config.dtype], self.config.attn_implementation
         return LayerMajorPass(
@@ -145,7 +162,7 @@ class StreamingEngine:
             self.streams,
             self._ring,
             self._token_head,
-            self._layer_call,
+            self._functions,
             self._load,
             [partial(to_device, batch, self._rotary, dtype, self.device, attention) for batch in micro_batches],
             first,
@@ -153,17 +170,15 @@ class StreamingEngine:
             self.device,
         )
 
-    def _activation_store(self, micro_batches: list[MicroBatch]) -> ActivationStore:
-        tokens = [batch.num_tokens for batch in micro_batches]
-        budget = self.config.device_activation_gb
+    def _activation_store(self, micro_batches: list[MicroBatch], plan: PassPlan) -> ActivationStore:
         return ActivationStore(
             self.streams,
-            list(range(0, len(self.plan.layers), self.config.checkpoint_interval)),
-            tokens,
+            list(range(0, len(self.plan.layers) - plan.kept_layers, self.config.checkpoint_interval)),
+            [batch.num_tokens for batch in micro_batches],
             self.model_config.hidden_size,
             DTYPES[self.config.dtype],
             self.device,
-            activation_budget(self.plan, self.config, tokens, self.device) if budget is None else budget * GIB,
+            plan.input_bytes,
             self._spill_area.reserve,
         )
 
@@ -173,22 +188,18 @@ class StreamingEngine:
         self._ring.load(unit.plan, unit.source(reference=self._reads_reference))
 
     def _check(self, micro_batches: list[MicroBatch]) -> None:
-        if not micro_batches:
-            raise ValueError("there are no micro-batches")
-        limit, vocabulary = self.config.max_seq_len or self.model_config.max_position_embeddings, self.plan.vocab_size
-        for batch in micro_batches:
-            longest = max(batch.row_lengths)
-            if longest > limit:
-                raise ValueError(
-                    f"a row of {longest} tokens is longer than max_seq_len ({limit}); shorten it or raise it"
-                )
-            low, high = batch.input_ids.min().item(), batch.input_ids.max().item()
-            if low < 0 or high >= vocabulary:
-                raise ValueError(f"token ids {low} .. {high} lie outside the vocabulary of {vocabulary}")
+        limit = self.config.max_seq_len or self.model_config.max_position_embeddings
+        check_micro_batches(micro_batches, limit, self.plan.vocab_size)
+
+    def _weights_changed(self) -> None:
+        self._speculation.start(None)
+        if self._ring is not None:
+            self._ring.forget()
 
     def zero_grad(self) -> None:
         """Forget the gradients. A pending AdamW still reads them."""
         self._gradients.zero()
+        self._speculation.start(None)
         self._calls = 0
 
     def optimizer_step(self, lr: float | None = None) -> float:
@@ -207,27 +218,42 @@ class StreamingEngine:
         norm = self._gradients.norm()
         if not math.isfinite(norm):
             return norm
-        settings = self._adamw_config
-        clip = settings.clip_grad
+        clip = self._adamw_config.clip_grad
+        # The same formula as torch.nn.utils.clip_grad_norm_.
+        step = self._adamw_step(lr, 1.0 if clip is None else min(1.0, clip / (norm + 1e-6)))
+        updated = self._speculation.take(step)
         self.step_count += 1
-        step = AdamWStep(
+        for unit in self.state.units:
+            if unit.plan.name not in updated:
+                self._start_update(unit, partial(self._adamw.update, unit, step), step)
+        self._weights_changed()
+        return norm
+
+    def _adamw_step(self, lr: float | None, grad_scale: float) -> AdamWStep:
+        settings = self._adamw_config
+        return AdamWStep(
             lr=settings.lr if lr is None else lr,
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
-            step=self.step_count,
-            # The same formula as torch.nn.utils.clip_grad_norm_.
-            grad_scale=1.0 if clip is None else min(1.0, clip / (norm + 1e-6)),
+            step=self.step_count + 1,
+            grad_scale=grad_scale,
             decay_norms_and_biases=settings.decay_norms_and_biases,
         )
-        for unit in self.state.units:
-            self.streams.optimizer.run(partial(self._update, unit, step))
-            self._updated[unit.plan.name] = self.streams.optimizer.record()
-        return norm
 
-    def _update(self, unit: UnitState, step: AdamWStep) -> None:
+    def _update_ahead(self, unit: UnitState, landed: Event) -> None:
+        update = self._speculation.update_of(unit, self._adamw)
+        if update is not None:
+            self.streams.optimizer.wait(landed, f"gradient of {unit.plan.name} landed before its update")
+            self._start_update(unit, update, self._speculation.step)
+
+    def _start_update(self, unit: UnitState, update: Callable[[], None], step: AdamWStep) -> None:
+        self.streams.optimizer.run(partial(self._update, unit, update, step))
+        self._updated[unit.plan.name] = self.streams.optimizer.record()
+
+    def _update(self, unit: UnitState, update: Callable[[], None], step: AdamWStep) -> None:
         try:
-            self._adamw.update(unit, step)
+            update()
         except Exception as error:
             raise RuntimeError(f"AdamW of {unit.plan.name} failed in step {step.step}: {error}") from error
 
@@ -255,6 +281,7 @@ class StreamingEngine:
         """
         for unit in self.state.units:
             self._wait_updated(unit, "new weights")
+        self._weights_changed()
         weight_files.load_into(self.state, self.plan, source)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -272,11 +299,15 @@ class StreamingEngine:
         """Inside, `forward` reads the reference policy's weights: a pointer swap, nothing is copied."""
         if not self._keeps_reference:
             raise ValueError("this engine keeps no reference: make it with keep_reference=True")
-        self._reads_reference = True
+        self._read_reference(True)
         try:
             yield
         finally:
-            self._reads_reference = False
+            self._read_reference(False)
+
+    def _read_reference(self, reads: bool) -> None:
+        self._reads_reference = reads
+        self._weights_changed()
 
     def save(self, folder: str | Path, meta: dict[str, object] | None = None) -> None:
         """Write masters, moments and step count to `folder`, unit by unit, bit for bit."""
@@ -293,6 +324,7 @@ class StreamingEngine:
             raise ValueError("this engine is forward-only: it has no training state to load")
         for unit in self.state.units:
             self._wait_updated(unit, "loading")
+        self._weights_changed()
         meta = checkpoint.load_state(folder, self.plan, self.state)
         self.step_count = int(meta["step_count"])
         self.zero_grad()
@@ -300,15 +332,22 @@ class StreamingEngine:
 
     # ----------------------------------------------------------------------------------------- device and end
 
-    def acquire_device(self) -> None:
+    def acquire_device(self, layer_slots: int = 2) -> None:
         """Allocate the weight slots on the device; `forward` and `forward_backward` do it when needed."""
         if self._ring is not None:
             return
-        self._ring = DeviceRing(self.plan, self.streams, self.counters, self.device, DTYPES[self.config.dtype])
-        self._token_head = TokenHead(self._ring.norm, self._ring.head_weight, self.config.head_chunk_tokens)
+        self._ring = DeviceRing(
+            self.plan, self.streams, self.counters, self.device, DTYPES[self.config.dtype], layer_slots
+        )
+        head, chunk = (self._ring.norm, self._ring.head_weight), self.config.head_chunk_tokens
+        self._token_head = TokenHead(*head, chunk, self._compiled and self.device == "cuda")
         self._rotary = type(self.plan.rotary)(config=self.plan.config, device=self.device)
         if self.device == "cuda":
             torch.cuda.current_stream().synchronize()  # the buffers are zeroed before other streams touch them
+
+    def _device_bytes(self) -> int:
+        ring = 0 if self._ring is None else self._ring.nbytes
+        return ring + self._gradients.device_bytes
 
     def release_device(self) -> None:
         """Wait for the device and free everything on it. Gradients that are on the host stay."""

@@ -1,12 +1,14 @@
 """Gradients on their way to the host: FP32 accumulators on the device, the transfer, and the global norm.
 
-The micro-batches of a step add up in a unit's accumulator, in FP32. When the unit is done, its sum of squares is
-taken on the device and the gradient goes to its host arena. If the arena already holds the gradient of an earlier
-call, the new one goes through a pool of pinned slabs instead, a host thread adds each slab to the arena, and the
-norm is taken on the host after the last addition.
+The micro-batches of a wave add up in a unit's accumulator, in FP32. When the unit is done, its sum of squares is
+taken on the device and the gradient goes to its host arena. With `resident` every unit has an accumulator of its own,
+in which the waves of a call add up, and only the last wave sends them. If the arena already holds the gradient of an
+earlier wave or call, the new one goes through a pool of pinned slabs instead, a host thread adds each slab to the
+arena, and the norm is taken on the host after the last addition.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,8 +46,8 @@ class Slab:
 class GradientPath:
     """Accumulators, transfer and norm of all gradients of one engine.
 
-    `begin` a unit, add to its accumulator on the compute stream, `finish` it; `end_call` after the last unit. Host
-    state outlives `release_device`.
+    `begin_wave`, then for each unit `begin`, add to its accumulator on the compute stream, `finish`; `end_wave` after
+    the last unit. Host state outlives `release_device`.
     """
 
     def __init__(
@@ -60,18 +62,28 @@ class GradientPath:
         self.pending = False
         self._added_on_host = False
         self._landed: Event | None = None
-        self._on_device = False
+        self._on_device = self._resident = False
+        self._accumulators: dict[str, Accumulator] = {}
 
-    def acquire_device(self, device: str) -> None:
-        """Allocate the float32 accumulators (two layers, and the larger of embedding and head) and a staging buffer."""
-        if self._on_device:
+    def acquire_device(self, device: str, resident: bool) -> None:
+        """Allocate the float32 accumulators and a staging buffer, unless they are there.
+
+        With `resident` one accumulator per unit, else two for the layers, and one for embedding and head in turn.
+        """
+        if self._on_device and self._resident == resident:
             return
+        if self._on_device:
+            self._streams.host_wait(self._streams.grad.record(), "gradients sent")
+            self.release_device()
+        self._resident = resident
+        sizes = {unit.name: unit.numel for unit in self._plan.units}
         largest = max(unit.numel for unit in self._plan.layers)
         edge = max(self._plan.embedding.numel, self._plan.head.numel)
-        names = {"layer accumulator 0": largest, "layer accumulator 1": largest, "edge accumulator": edge}
-        *self._layers, self._edge = (
-            Accumulator(name, torch.zeros(numel, device=device)) for name, numel in names.items()
-        )
+        if not resident:
+            sizes = {"layer 0": largest, "layer 1": largest, "edge": edge}
+        self._accumulators = {
+            name: Accumulator(f"{name} accumulator", torch.zeros(numel, device=device)) for name, numel in sizes.items()
+        }
         dtype = self._state.units[0].grad.dtype
         converted = 0 if dtype is torch.float32 else min(STAGING_ELEMENTS, max(largest, edge))
         self._staging = torch.empty(converted, dtype=dtype, device=device)
@@ -86,8 +98,14 @@ class GradientPath:
         """Drop what `acquire_device` allocated, once the device is done with it; keep the norm."""
         if self._on_device:
             self._squares = self._squares.cpu()
-            del self._layers, self._edge, self._staging
+            self._accumulators.clear()
+            del self._staging
             self._on_device = False
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the accumulators on the device."""
+        return sum(accumulator.buffer.nbytes for accumulator in self._accumulators.values())
 
     def check_addable(self) -> None:
         """Refuse to add to gradients that are there already, if their type would lose small terms.
@@ -102,20 +120,29 @@ class GradientPath:
                 f"{dtype}: set grad_dtype=float32, or call zero_grad before each forward_backward"
             )
 
+    def begin_wave(
+        self, *, first: bool, last: bool, on_landing: Callable[[UnitState, Event], None] | None = None
+    ) -> None:
+        """A wave of a call starts: resident sums are zeroed before the first and sent after the last.
+
+        `on_landing` is called for each unit with the mark behind which its whole gradient is in the host arena.
+        """
+        self._zeroes, self._sends = first or not self._resident, last or not self._resident
+        self._on_landing = on_landing if last and not self.pending else None
+
     def begin(self, unit: UnitState) -> Accumulator:
-        """A zeroed accumulator for `unit`; the compute stream waits until its last content has left."""
-        if unit.plan.structure is None:
-            accumulator = self._edge
-        else:
-            accumulator = self._layers[self._visits % len(self._layers)]
-            self._visits += 1
-        if accumulator.free is not None:
-            self._streams.compute.wait(accumulator.free, f"{accumulator.name} free")
-        self._streams.compute.run(accumulator.buffer.zero_)
+        """The accumulator for `unit`, zeroed if it starts a sum; the compute stream waits until it may be used."""
+        accumulator = self._accumulator(unit)
+        if self._zeroes:
+            if accumulator.free is not None:
+                self._streams.compute.wait(accumulator.free, f"{accumulator.name} free")
+            self._streams.compute.run(accumulator.buffer.zero_)
         return accumulator
 
     def finish(self, unit: UnitState, accumulator: Accumulator) -> None:
-        """Send the complete gradient of `unit` to the host."""
+        """The wave's gradient of `unit` is complete: send the sum to the host, if no other wave adds to it."""
+        if not self._sends:
+            return
         gradient = accumulator.buffer[: unit.plan.numel]
         square = self._squares[self._position[unit.plan.name]]
         self._streams.compute.run(partial(_sum_of_squares, gradient, square))
@@ -126,12 +153,24 @@ class GradientPath:
             self._streams.grad.run(partial(_send, gradient, unit.grad, self._staging))
         accumulator.free = self._streams.grad.record()
         self._counters.d2h_bytes += unit.grad.nbytes
+        if self._on_landing is not None:
+            self._on_landing(unit, accumulator.free)
 
-    def end_call(self) -> None:
-        """All units of one forward and backward pass have been finished."""
+    def end_wave(self) -> None:
+        """All units of a wave have been finished."""
+        if not self._sends:
+            return
         self._landed = (self._streams.adder if self.pending else self._streams.grad).record()
         self._added_on_host = self.pending
         self.pending = True
+
+    def _accumulator(self, unit: UnitState) -> Accumulator:
+        if self._resident:
+            return self._accumulators[unit.plan.name]
+        if unit.plan.structure is None:
+            return self._accumulators["edge"]
+        self._visits += 1
+        return self._accumulators[f"layer {self._visits % 2}"]
 
     def zero(self) -> None:
         """Forget the gradients: the next ones replace them. Touches no memory, so a pending AdamW still reads them."""

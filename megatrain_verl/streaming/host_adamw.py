@@ -42,10 +42,11 @@ class HostAdamW:
         self.backend: str = self._kernel.name
         self._thread = threading.local()
 
-    def update(self, unit: UnitState, step: AdamWStep) -> None:
+    def update(self, unit: UnitState, step: AdamWStep, into: UnitState | None = None) -> None:
         """One AdamW step on `unit` from its gradient, which is left as it is; the reference is kept before that.
 
-        May be called from any thread, but from one at a time.
+        With `into` the results go to its arenas and those of `unit` stay as they are. May be called from any thread,
+        but from one at a time.
         """
         # Each thread has its own OpenMP setting and starts from OMP_NUM_THREADS (1 under Ray and torchrun), whatever
         # the main thread has set.
@@ -54,7 +55,7 @@ class HostAdamW:
             self._thread.started = True
         unit.keep_reference()
         for start, end, decayed in decay_runs(unit.plan, everything=step.decay_norms_and_biases):
-            self._kernel.update(unit, start, end, step, step.weight_decay if decayed else 0.0)
+            self._kernel.update(unit, into or unit, start, end, step, step.weight_decay if decayed else 0.0)
 
     def close(self) -> None:
         """Release the kernel's own state."""

@@ -1,6 +1,6 @@
 """Parameters, gradients and Adam state of the whole model in host memory: flat arenas, one per unit and kind."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from megatrain_verl.streaming.master_weights import join_master, split_master
 from megatrain_verl.streaming.model_plan import ModelPlan, ParameterSpan, UnitPlan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TRAINED = ("weight", "low", "exp_avg", "exp_avg_sq")  # what an update writes
 SPLIT_CHUNK = 4 << 20  # elements converted at a time, so that loading needs no FP32 copy of a large tensor
 
 
@@ -33,6 +34,22 @@ def arena_dtypes(config: StreamingConfig, *, trainable: bool, reference: bool) -
     return kinds
 
 
+def units_with_spares(unit_sizes: Sequence[int], config: StreamingConfig) -> list[int]:
+    """Numbers of the units for which `speculative_adamw_gb` pays spare arenas.
+
+    They are the last ones, whose gradients come first; never the embedding, whose gradient comes last.
+    """
+    kinds = arena_dtypes(config, trainable=True, reference=False)
+    bytes_per_element = sum(dtype.itemsize for kind, dtype in kinds.items() if kind in TRAINED)
+    room, chosen = config.speculative_adamw_gb * 2**30, []
+    for index in reversed(range(1, len(unit_sizes))):
+        room -= unit_sizes[index] * bytes_per_element
+        if room < 0:
+            break
+        chosen.append(index)
+    return chosen
+
+
 @dataclass
 class UnitState:
     """The arenas of one unit, each flat with `plan.numel` elements; `None` where the engine does not keep the kind."""
@@ -46,6 +63,19 @@ class UnitState:
     reference: Tensor | None = None
     # Until the first change of the weights the reference equals them, and `reference` holds nothing yet.
     reference_filled: bool = False
+    # Arenas for the results of an update that may be dropped.
+    spare: "UnitState | None" = None
+
+    def trained(self) -> list[Tensor]:
+        """The arenas that an update writes."""
+        return [arena for arena in (self.weight, self.low, self.exp_avg, self.exp_avg_sq) if arena is not None]
+
+    def take_spare(self) -> None:
+        """Let what is in the spare arenas be the unit's state; its old arenas are the spare ones from now on."""
+        for kind in TRAINED:
+            mine, other = getattr(self, kind), getattr(self.spare, kind)
+            setattr(self, kind, other)
+            setattr(self.spare, kind, mine)
 
     def view(self, arena: Tensor, span: ParameterSpan) -> Tensor:
         """The part of `arena` that belongs to one parameter, in the parameter's shape."""
@@ -99,17 +129,22 @@ class ParameterState:
         """
         state = cls()
         kinds = arena_dtypes(config, trainable=trainable, reference=reference)
+
+        def arenas(unit: UnitPlan, kinds: dict[str, torch.dtype], suffix: str = "") -> UnitState:
+            views = {}
+            for kind, dtype in kinds.items():
+                size, label = unit.numel * dtype.itemsize, f"{unit.name}.{kind}{suffix}"
+                buffer = HostBuffer(size, label, shared=config.shared_memory, register=register)
+                state._buffers.append(buffer)
+                views[kind] = buffer.view(dtype)
+            return UnitState(unit, **views)
+
         try:
-            for unit in plan.units:
-                arenas = {}
-                for kind, dtype in kinds.items():
-                    label = f"{unit.name}.{kind}"
-                    buffer = HostBuffer(
-                        unit.numel * dtype.itemsize, label, shared=config.shared_memory, register=register
-                    )
-                    state._buffers.append(buffer)
-                    arenas[kind] = buffer.view(dtype)
-                state.units.append(UnitState(unit, **arenas))
+            state.units = [arenas(unit, kinds) for unit in plan.units]
+            spared = units_with_spares([unit.numel for unit in plan.units], config) if trainable else []
+            written = {kind: dtype for kind, dtype in kinds.items() if kind in TRAINED}
+            for index in spared:
+                state.units[index].spare = arenas(plan.units[index], written, ".spare")
         except BaseException:
             state.close()
             raise

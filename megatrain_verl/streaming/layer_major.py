@@ -3,13 +3,15 @@
     forward    embedding, layers 0 .. n-1, head            each weight crosses to the device once
     backward   head, layers n-1 .. 0, embedding            layer weights once more, each gradient once to the host
 
-A layer's visit in the backward pass recomputes it from its kept input and runs its backward, for every micro-batch.
+A layer's visit in the backward pass recomputes it from its kept input and runs its backward, for every micro-batch;
+the last layers may have kept all that their backward needs.
 Work is appended to the streams in this order; what is named `_do_…` is such work and runs on the compute stream,
 where it finds the tensors that the work before it left in the lists of the pass.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +19,26 @@ from torch import Tensor, nn
 
 from megatrain_verl.streaming.activations import ActivationStore
 from megatrain_verl.streaming.batch import TokenOutputs
+from megatrain_verl.streaming.compiling import MaybeCompiled
 from megatrain_verl.streaming.device_batch import DeviceBatch
 from megatrain_verl.streaming.device_ring import DeviceRing, views
 from megatrain_verl.streaming.dropout import dropout_seed, seeded
 from megatrain_verl.streaming.gradients import Accumulator, GradientPath
 from megatrain_verl.streaming.host_store import ParameterState, UnitState
-from megatrain_verl.streaming.layer_call import LayerCall
 from megatrain_verl.streaming.model_plan import ModelPlan
+from megatrain_verl.streaming.pass_plan import PassPlan
 from megatrain_verl.streaming.streams import Streams
 from megatrain_verl.streaming.token_head import TokenHead
 
 LossFunction = Callable[[int, TokenOutputs], Tensor]
+
+
+class DeviceFunctions:
+    """What runs for every layer and micro-batch: the layer itself, and the addition of its gradients."""
+
+    def __init__(self, compiled: bool) -> None:
+        self.layer = MaybeCompiled(_call_layer, compiled)
+        self.add = MaybeCompiled(_add_gradients, compiled)
 
 
 class LayerMajorPass:
@@ -36,7 +47,7 @@ class LayerMajorPass:
     Args:
         plan, state: the model and its host arenas.
         streams, ring, head: the queues and the device's buffers.
-        call: runs a layer template.
+        functions: what runs for every layer and micro-batch.
         load: starts the transfer of a unit's weights.
         prepare: for each micro-batch, work that makes its `DeviceBatch`.
         first: number of the first micro-batch in its step.
@@ -51,7 +62,7 @@ class LayerMajorPass:
         streams: Streams,
         ring: DeviceRing,
         head: TokenHead,
-        call: LayerCall,
+        functions: DeviceFunctions,
         load: Callable[[UnitState], None],
         prepare: list[Callable[[], DeviceBatch]],
         first: int,
@@ -59,7 +70,7 @@ class LayerMajorPass:
         device: str,
     ) -> None:
         self._tied, self._streams, self._ring, self._token_head = plan.tied, streams, ring, head
-        self._layer_call, self._load, self._prepare = call, load, prepare
+        self._functions, self._load, self._prepare = functions, load, prepare
         self._dropout_key, self._device = dropout_key, device
         self._embedding, self._layers = state.units[0], state.units[1 : 1 + len(plan.layers)]
         self._head = self._embedding if plan.tied else state.units[-1]
@@ -67,13 +78,15 @@ class LayerMajorPass:
         self._batches: list[DeviceBatch] = []
         self._hidden: list[Tensor | None] = []  # input of the unit that comes next, (1, T, H) per micro-batch
         self._grad: list[Tensor | None] = []  # gradient of the output of the unit that comes next, likewise
+        self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output of a kept layer, with graph
+        self.saved_bytes_per_token: float | None = None  # by autograd for one layer; measured on CUDA
         self.outputs: list[TokenOutputs] = []
 
     # ----------------------------------------------------------------------------------------------- the order
 
     def score(self, *, entropy: bool, sum_pi_squared: bool) -> None:
         """Append the forward pass; `outputs` fills."""
-        self._forward(keep_every=None, inputs=None)
+        self._forward()
         self._ring.use(self._head.plan)
         self._for_each_micro_batch(self._do_score, entropy, sum_pi_squared)
         self._ring.done(self._head.plan)
@@ -83,20 +96,27 @@ class LayerMajorPass:
         loss_fn: LossFunction,
         gradients: GradientPath,
         inputs: ActivationStore,
+        plan: PassPlan,
         interval: int,
         *,
         entropy: bool,
         sum_pi_squared: bool,
     ) -> None:
-        """Append the forward and backward pass, keeping the input of every `interval`-th layer; `outputs` fills."""
-        visits = backward_visits(len(self._layers), interval)
-        self._forward(keep_every=interval, inputs=inputs)
+        """Append the forward and backward pass; `outputs` fills.
+
+        The last `plan.kept_layers` layers keep what their backward needs; of the others every `interval`-th keeps its
+        input.
+        """
+        kept_from = len(self._layers) - plan.kept_layers
+        visits = backward_visits(len(self._layers), interval, kept_from)
+        self._forward(inputs, interval, kept_from)
         inputs.prefetch(visits[0][0], self._count)
         self._load(self._layers[visits[0][0]])
 
         self._ring.use(self._head.plan)
         edge = gradients.begin(self._head)
-        self._for_each_micro_batch(self._do_head_backward, loss_fn, entropy, sum_pi_squared, edge)
+        scores = (entropy, sum_pi_squared, plan.keep_logit_gradients)
+        self._for_each_micro_batch(self._do_head_backward, loss_fn, scores, edge)
         self._ring.done(self._head.plan)
         if not self._tied:
             gradients.finish(self._head, edge)
@@ -105,9 +125,13 @@ class LayerMajorPass:
         for (_, is_backward), (layer, template) in zip(visits, templates, strict=True):
             accumulator = gradients.begin(self._layers[layer]) if is_backward else None
             for m in range(self._count):
+                if layer >= kept_from:
+                    self._run(self._do_layer_backward, m, layer, template, accumulator)
+                    continue
                 hidden = inputs.fetch(layer, m)
                 if is_backward:
-                    self._run(self._do_layer_backward, m, layer, template, accumulator, hidden)
+                    self._run(self._do_recompute, m, layer, template, hidden)
+                    self._run(self._do_layer_backward, m, layer, template, accumulator)
                 else:
                     inputs.keep(layer + 1, m, partial(self._recomputed, m, layer, template, hidden))
                 inputs.done(layer, m, last=is_backward)
@@ -119,7 +143,8 @@ class LayerMajorPass:
         self._for_each_micro_batch(self._do_embedding_backward, edge)
         gradients.finish(self._embedding, edge)
 
-    def _forward(self, keep_every: int | None, inputs: ActivationStore | None) -> None:
+    def _forward(self, inputs: ActivationStore | None = None, interval: int = 1, kept_from: int = 0) -> None:
+        """With `inputs` the passes of training: inputs are kept below layer `kept_from`, graphs from there on."""
         self._load(self._embedding)
         for prepare in self._prepare:
             self._run(self._do_prepare, prepare)
@@ -133,7 +158,10 @@ class LayerMajorPass:
             if layer == last and not self._tied:
                 self._load(self._head)
             for m in range(self._count):
-                if keep_every is not None and layer % keep_every == 0:
+                if inputs is not None and layer >= kept_from:
+                    self._run(self._do_kept_layer, m, layer, template)
+                    continue
+                if inputs is not None and layer % interval == 0:
                     inputs.keep(layer, m, partial(self._hidden.__getitem__, m))
                 self._run(self._do_layer, m, layer, template)
 
@@ -147,12 +175,16 @@ class LayerMajorPass:
         self._load(self._layers[layers[0]])
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             prefetch(layer)
-            if following is not None:
-                self._load(self._layers[following])
             unit = self._layers[layer].plan
+            # The first layer of another segment may belong into the very slot that is in use.
+            early = following is not None and self._ring.slot(unit) is not self._ring.slot(self._layers[following].plan)
+            if early:
+                self._load(self._layers[following])
             self._ring.use(unit)
             yield layer, self._ring.layer(unit)
             self._ring.done(unit)
+            if following is not None and not early:
+                self._load(self._layers[following])
 
     def _for_each_micro_batch(self, work: Callable[..., None], *args: object) -> None:
         for m in range(self._count):
@@ -178,20 +210,37 @@ class LayerMajorPass:
     def _recomputed(self, m: int, layer: int, template: nn.Module, hidden: Callable[[], Tensor]) -> Tensor:
         return self._call(m, layer, template, hidden())
 
+    def _do_kept_layer(self, m: int, layer: int, template: nn.Module) -> None:
+        self._call_with_graph(m, layer, template, self._hidden[m])
+        self._hidden[m] = self._graphs[layer, m][1].detach()
+
+    def _do_recompute(self, m: int, layer: int, template: nn.Module, hidden: Callable[[], Tensor]) -> None:
+        self._call_with_graph(m, layer, template, hidden())
+
+    def _call_with_graph(self, m: int, layer: int, template: nn.Module, hidden: Tensor) -> None:
+        hidden = hidden.detach().requires_grad_()
+        before = torch.cuda.memory_allocated() if self._device == "cuda" else None
+        with torch.enable_grad():
+            self._graphs[layer, m] = hidden, self._call(m, layer, template, hidden)
+        if before is not None:  # known to the host's allocator: nothing waits for the device
+            self.saved_bytes_per_token = (torch.cuda.memory_allocated() - before) / hidden.shape[1]
+
     def _call(self, m: int, layer: int, template: nn.Module, hidden: Tensor) -> Tensor:
         seed = None if self._dropout_key is None else dropout_seed(self._dropout_key, self._first + m, layer)
         with seeded(seed, self._device):
-            return self._layer_call(template, hidden, self._batches[m].layer_arguments)
+            return self._functions.layer(template, hidden, self._batches[m].layer_arguments)
 
-    def _do_score(self, m: int, entropy: bool, sum_pi_squared: bool) -> None:
-        tokens = self._batches[m].tokens
-        outputs = self._token_head.score(self._hidden[m][0], tokens, entropy=entropy, sum_pi_squared=sum_pi_squared)
+    def _do_score(self, m: int, entropy: bool, sum_pi_squared: bool, keep: bool = False) -> Tensor | None:
+        outputs, kept = self._token_head.score(
+            self._hidden[m][0], self._batches[m].tokens, entropy=entropy, sum_pi_squared=sum_pi_squared, keep=keep
+        )
         self.outputs.append(outputs)
+        return kept
 
     def _do_head_backward(
-        self, m: int, loss_fn: LossFunction, entropy: bool, sum_pi_squared: bool, accumulator: Accumulator
+        self, m: int, loss_fn: LossFunction, scores: tuple[bool, bool, bool], accumulator: Accumulator
     ) -> None:
-        self._do_score(m, entropy, sum_pi_squared)
+        kept = self._do_score(m, *scores)
         grad_log_probs, grad_entropy = loss_gradient(partial(loss_fn, self._first + m), self.outputs[m])
         totals = views(self._head.plan, accumulator.buffer)
         grad = self._token_head.backward(
@@ -201,22 +250,18 @@ class LayerMajorPass:
             grad_entropy,
             totals["norm.weight"],
             totals["embed_tokens.weight" if self._tied else "lm_head.weight"],
+            kept,
         )
         self._grad.append(grad[None])
         self._hidden[m] = None
 
-    def _do_layer_backward(
-        self, m: int, layer: int, template: nn.Module, accumulator: Accumulator, kept: Callable[[], Tensor]
-    ) -> None:
+    def _do_layer_backward(self, m: int, layer: int, template: nn.Module, accumulator: Accumulator) -> None:
         totals = views(self._layers[layer].plan, accumulator.buffer)
         parameters = [template.get_parameter(local) for local in totals]
-        hidden = kept().detach().requires_grad_()
-        with torch.enable_grad():
-            output = self._call(m, layer, template, hidden)
+        hidden, output = self._graphs.pop((layer, m))
         self._grad[m], *grads = torch.autograd.grad(output, [hidden, *parameters], self._grad[m], allow_unused=True)
-        for total, grad in zip(totals.values(), grads, strict=True):
-            if grad is not None:
-                total.add_(grad)
+        used = [(total, grad) for total, grad in zip(totals.values(), grads, strict=True) if grad is not None]
+        self._functions.add(*zip(*used, strict=True))
 
     @torch.no_grad()
     def _do_embedding_backward(self, m: int, accumulator: Accumulator) -> None:
@@ -229,15 +274,25 @@ class LayerMajorPass:
         self._grad[m] = None
 
 
-def backward_visits(num_layers: int, interval: int) -> list[tuple[int, bool]]:
+def _call_layer(template: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+    return template(hidden, **arguments)
+
+
+def _add_gradients(totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    for total, grad in zip(totals, grads, strict=True):
+        total.add_(grad)
+
+
+def backward_visits(num_layers: int, interval: int, kept_from: int) -> list[tuple[int, bool]]:
     """(layer, is_backward) in the order of the backward pass, when every `interval`-th layer input was kept.
 
-    Segments come last to first. Each is walked from its kept input to its last layer but one, to get the other
-    inputs, and then run backward. With interval 1 there is nothing to walk.
+    From layer `kept_from` on nothing is computed again. Below, segments come last to first. Each is walked from its
+    kept input to its last layer but one, to get the other inputs, and then run backward. With interval 1 there is
+    nothing to walk.
     """
-    visits = []
-    for start in reversed(range(0, num_layers, interval)):
-        end = min(start + interval, num_layers)
+    visits = [(layer, True) for layer in reversed(range(kept_from, num_layers))]
+    for start in reversed(range(0, kept_from, interval)):
+        end = min(start + interval, kept_from)
         visits += [(layer, False) for layer in range(start, end - 1)]
         visits += [(layer, True) for layer in reversed(range(start, end))]
     return visits

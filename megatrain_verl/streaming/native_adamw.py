@@ -62,6 +62,24 @@ class Settings(ctypes.Structure):
         )
 
 
+class Arenas(ctypes.Structure):
+    """Addresses of the first element of a slice, as the C code takes them."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("master", "high", "low", "m", "v")]
+
+    @classmethod
+    def of(cls, unit: UnitState, start: int) -> "Arenas":
+        """Those of `unit` from element `start` on."""
+
+        def address(arena: Tensor) -> int:
+            return arena.data_ptr() + start * arena.element_size()
+
+        weight = {"master": address(unit.weight)}
+        if unit.low is not None:
+            weight = {"high": address(unit.weight), "low": address(unit.low)}
+        return cls(**weight, m=address(unit.exp_avg), v=address(unit.exp_avg_sq))
+
+
 class NativeAdamW:
     """Calls the compiled update on slices of a unit, one per thread.
 
@@ -84,34 +102,29 @@ class NativeAdamW:
     def start_thread(self) -> None:
         """Nothing to do: the threads are the pool's own."""
 
-    def update(self, unit: UnitState, start: int, end: int, step: AdamWStep, weight_decay: float) -> None:
-        """Update elements [start, end) of the arenas of `unit` in place."""
+    def update(
+        self, unit: UnitState, into: UnitState, start: int, end: int, step: AdamWStep, weight_decay: float
+    ) -> None:
+        """Update elements [start, end) of the arenas of `unit`, writing those of `into` (which may be `unit`)."""
         settings = Settings.of(step, weight_decay)
         lines = -(-(end - start) // LINE)
         share = -(-lines // self._threads) * LINE
         slices = [(first, min(first + share, end)) for first in range(start, end, share)]
-        for done in [self._pool.submit(self._update_slice, unit, *part, settings) for part in slices]:
+        for done in [self._pool.submit(self._update_slice, unit, into, *part, settings) for part in slices]:
             done.result()
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown()
 
-    def _update_slice(self, unit: UnitState, start: int, end: int, settings: Settings) -> None:
-        def pointer(arena: Tensor) -> ctypes.c_void_p:
-            return ctypes.c_void_p(arena.data_ptr() + start * arena.element_size())
-
-        split = unit.low is not None
+    def _update_slice(self, unit: UnitState, into: UnitState, start: int, end: int, settings: Settings) -> None:
         self._library.adamw_update(
             self.level,
             ctypes.byref(settings),
             ctypes.c_int64(end - start),
-            None if split else pointer(unit.weight),
-            pointer(unit.weight) if split else None,
-            pointer(unit.low) if split else None,
-            pointer(unit.exp_avg),
-            pointer(unit.exp_avg_sq),
-            pointer(unit.grad),
+            ctypes.byref(Arenas.of(unit, start)),
+            ctypes.byref(Arenas.of(into, start)),
+            ctypes.c_void_p(unit.grad.data_ptr() + start * unit.grad.element_size()),
             int(unit.grad.dtype is torch.bfloat16),
         )
 

@@ -1,13 +1,17 @@
-"""Final norm, output matrix and scores, over chunks of tokens: tokens x vocabulary is never held.
+"""Final norm, output matrix and scores, over chunks of tokens: tokens x vocabulary is never held in float32.
 
 With logits z = W norm(h) / temperature, p = softmax(z) and H the entropy of p:
 
     log_prob = z[label] - logsumexp(z)              d log_prob / dz = onehot(label) - p
     entropy  = logsumexp(z) - sum(p z)              d entropy  / dz = -p (log p + entropy)
 
-The backward pass goes over the chunks again and uses these closed forms, so it holds one chunk of logits too.
+The gradient of the loss for a log-prob is one number per token, by which a row of (onehot - p) / temperature is
+multiplied. That matrix does not depend on the loss: it may be kept in the compute dtype from the scores to the backward
+pass (`keep`: 2 bytes x tokens x vocabulary of one micro-batch in bfloat16). Without it, or with a gradient for the
+entropy, the backward pass computes the logits again, a chunk at a time.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain_verl.streaming.batch import TokenOutputs
+from megatrain_verl.streaming.compiling import MaybeCompiled
 
 
 @dataclass
@@ -46,27 +51,41 @@ class TokenHead:
         norm: final norm, its weight a view into the device slot.
         weight: (V, H) output matrix, a view into the device slot.
         chunk_tokens: tokens per chunk.
+        compiled: fuse what is done with the logits with torch.compile.
     """
 
-    def __init__(self, norm: nn.Module, weight: Tensor, chunk_tokens: int) -> None:
+    def __init__(self, norm: nn.Module, weight: Tensor, chunk_tokens: int, compiled: bool = False) -> None:
         self.norm, self.weight, self._chunk_tokens = norm, weight, chunk_tokens
+        self._score_logits = MaybeCompiled(score_logits, compiled)
 
     @torch.no_grad()
-    def score(self, hidden: Tensor, tokens: ScoredTokens, *, entropy: bool, sum_pi_squared: bool) -> TokenOutputs:
-        """Scores of `hidden` (T, H), each (T,) float32 and 0 where `tokens` names no position."""
+    def score(
+        self, hidden: Tensor, tokens: ScoredTokens, *, entropy: bool, sum_pi_squared: bool, keep: bool = False
+    ) -> tuple[TokenOutputs, Tensor | None]:
+        """Scores of `hidden` (T, H), each (T,) float32 and 0 where `tokens` names no position.
+
+        With `keep`, also (onehot - p) / temperature (S, V) in the compute dtype, for `backward`.
+        """
 
         def zeros(wanted: bool) -> Tensor | None:
             return torch.zeros(hidden.shape[0], device=hidden.device) if wanted else None
 
         outputs = TokenOutputs(zeros(True), zeros(entropy), zeros(sum_pi_squared))
-        for chunk in tokens.chunks(self._chunk_tokens):
-            log_p = self._log_softmax(self.norm(hidden[chunk.positions]), chunk)
-            outputs.log_probs[chunk.positions] = log_p.gather(1, chunk.labels[:, None]).squeeze(1)
-            if outputs.sum_pi_squared is not None:
-                outputs.sum_pi_squared[chunk.positions] = (2 * log_p).exp_().sum(1)
-            if outputs.entropy is not None:
-                outputs.entropy[chunk.positions] = _entropy(log_p.exp(), log_p)
-        return outputs
+        kept = hidden.new_empty(len(tokens.positions), self.weight.shape[0]) if keep else None
+        parts = kept.split(self._chunk_tokens) if keep else itertools.repeat(None)
+        for chunk, part in zip(tokens.chunks(self._chunk_tokens), parts):  # noqa: B905 - `parts` may have no end
+            logits = matmul_float32(self.norm(hidden[chunk.positions]), self.weight.t())
+            log_probs, entropies, squares, gradient = self._score_logits(
+                logits, chunk.labels, chunk.temperature, entropy, sum_pi_squared, kept.dtype if keep else None
+            )
+            outputs.log_probs[chunk.positions] = log_probs
+            if entropy:
+                outputs.entropy[chunk.positions] = entropies
+            if sum_pi_squared:
+                outputs.sum_pi_squared[chunk.positions] = squares
+            if keep:
+                part.copy_(gradient)
+        return outputs, kept
 
     def backward(
         self,
@@ -76,52 +95,92 @@ class TokenHead:
         grad_entropy: Tensor | None,
         grad_norm_weight: Tensor,
         grad_weight: Tensor,
+        kept: Tensor | None = None,
     ) -> Tensor:
         """Gradient of `hidden` (T, H); those of the norm weight (H,) and of the matrix (V, H) are added in float32.
 
-        `grad_log_probs` and `grad_entropy` are (T,) float32 gradients of the outputs of `score`.
+        `grad_log_probs` and `grad_entropy` are (T,) float32 gradients of the outputs of `score`, `kept` is its second
+        result.
         """
         grad_hidden = torch.zeros_like(hidden)
-        needed = grad_log_probs[tokens.positions] != 0
-        if grad_entropy is not None:
-            needed |= grad_entropy[tokens.positions] != 0
-        # Most tokens of an RL batch are prompts: their gradient is 0 and they cost nothing here.
-        for chunk in tokens.select(needed).chunks(self._chunk_tokens):
+        for chunk in self._backward_chunks(tokens, grad_log_probs, grad_entropy, kept is not None):
             inputs = hidden[chunk.positions].detach().requires_grad_()
             with torch.enable_grad():
                 normed = self.norm(inputs)
             with torch.no_grad():
                 entropy_part = None if grad_entropy is None else grad_entropy[chunk.positions]
-                grad_logits = self._grad_logits(normed, chunk, grad_log_probs[chunk.positions], entropy_part)
-                add_matmul(grad_weight, grad_logits.t(), normed.detach())
-                grad_normed = grad_logits @ self.weight
+                grad_logits, scale = self._grad_logits(
+                    normed, chunk, grad_log_probs[chunk.positions], entropy_part, kept
+                )
+                add_matmul(grad_weight, grad_logits.t(), (normed * scale).to(hidden.dtype))
+                grad_normed = ((grad_logits @ self.weight) * scale).to(hidden.dtype)
             grad_inputs, norm_part = torch.autograd.grad(normed, [inputs, self.norm.weight], grad_normed)
             grad_hidden[chunk.positions] = grad_inputs
             grad_norm_weight.add_(norm_part)
         return grad_hidden
 
-    def _log_softmax(self, normed: Tensor, chunk: ScoredTokens) -> Tensor:
-        """(C, V) float32 log-probabilities of a chunk."""
-        logits = matmul_float32(normed, self.weight.t())
-        return torch.log_softmax(logits.div_(chunk.temperature[:, None]), dim=1)
+    def _backward_chunks(
+        self, tokens: ScoredTokens, grad_log_probs: Tensor, grad_entropy: Tensor | None, kept: bool
+    ) -> Iterator[ScoredTokens]:
+        if kept and grad_entropy is None:
+            yield tokens
+            return
+        needed = grad_log_probs[tokens.positions] != 0
+        if grad_entropy is not None:
+            needed |= grad_entropy[tokens.positions] != 0
+        # Tokens that the loss leaves out (clipped ones, say) cost nothing here.
+        yield from tokens.select(needed).chunks(self._chunk_tokens)
 
     def _grad_logits(
-        self, normed: Tensor, chunk: ScoredTokens, grad_log_probs: Tensor, grad_entropy: Tensor | None
-    ) -> Tensor:
-        """(C, V) gradient of the unscaled logits, in the compute dtype."""
-        log_p = self._log_softmax(normed, chunk)
-        p = log_p.exp()
+        self,
+        normed: Tensor,
+        chunk: ScoredTokens,
+        grad_log_probs: Tensor,
+        grad_entropy: Tensor | None,
+        kept: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(C, V) in the compute dtype and (C, 1) float32: their product is the gradient of the unscaled logits."""
+        if grad_entropy is None and kept is not None:
+            return kept, grad_log_probs[:, None]
+        logits = matmul_float32(normed, self.weight.t())
         if grad_entropy is None:
-            grad = p.mul_(-grad_log_probs[:, None])
-        else:
-            weighted = log_p.add_(_entropy(p, log_p)[:, None]).mul_(grad_entropy[:, None])
-            grad = weighted.add_(grad_log_probs[:, None]).mul_(p).neg_()
+            *_, gradient = self._score_logits(logits, chunk.labels, chunk.temperature, False, False, normed.dtype)
+            return gradient, grad_log_probs[:, None]
+        log_p = torch.log_softmax(logits.div_(chunk.temperature[:, None]), dim=1)
+        p = log_p.exp()
+        weighted = log_p.add_(_entropy(p, log_p)[:, None]).mul_(grad_entropy[:, None])
+        grad = weighted.add_(grad_log_probs[:, None]).mul_(p).neg_()
         grad.scatter_add_(1, chunk.labels[:, None], grad_log_probs[:, None])
-        return grad.div_(chunk.temperature[:, None]).to(normed.dtype)
+        return grad.div_(chunk.temperature[:, None]).to(normed.dtype), torch.ones_like(grad_log_probs[:, None])
+
+
+def score_logits(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: Tensor,
+    entropy: bool,
+    sum_pi_squared: bool,
+    gradient: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """What is wanted of a chunk of `logits` (C, V) float32 before the division by `temperature` (C,).
+
+    Log-prob of `labels` (C,), entropy and sum of squared probabilities, each (C,) float32, and with `gradient` in that
+    dtype (C, V) the gradient of the log-prob for `logits`.
+    """
+    log_p = torch.log_softmax(logits / temperature[:, None], dim=1)
+    log_probs = log_p.gather(1, labels[:, None]).squeeze(1)
+    entropies = _entropy(log_p.exp(), log_p) if entropy else None
+    squares = (2 * log_p).exp().sum(1) if sum_pi_squared else None
+    if gradient is None:
+        return log_probs, entropies, squares, None
+    grad = (log_p.exp() / -temperature[:, None]).to(gradient)
+    # 1 - p of the label from its log-prob: exact where p is close to 1.
+    grad.scatter_(1, labels[:, None], (-torch.expm1(log_probs) / temperature)[:, None].to(gradient))
+    return log_probs, entropies, squares, grad
 
 
 def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
-    return -torch.linalg.vecdot(p, log_p)
+    return -(p * log_p).sum(1)
 
 
 def matmul_float32(left: Tensor, right: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class MegaTrainEngine(BaseEngine):
             for index, outputs in enumerate(self.streaming.forward(packed, **scores)):
                 report(index, outputs)
         else:
-            self.streaming.forward_backward(packed, report, **scores)
+            self.streaming.forward_backward(packed, report, next_lr=self.learning_rate.value, **scores)
         keeps_outputs = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
         for entry in reports:
             entry["loss"] = entry["loss"].item()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatrain_verl.config import AdamWConfig
+from megatrain_verl.streaming.pass_plan import PassPlan
 from megatrain_verl.streaming.simulated_streams import SimulatedStreams
 from tests import oracle
 
@@ -16,7 +17,12 @@ def train(streams, *, layers=4, **settings):
     """Steps, scores, saving, loading, releasing the device; returns all that is computed."""
     config = oracle.tiny_config("qwen2", layers=layers, tied=settings.pop("tied", False))
     model = oracle.plain_model(config)
-    engine = oracle.make_engine(model, config, AdamWConfig(lr=1e-2), streams=streams, num_grad_slabs=2, **settings)
+    ahead = "speculative_adamw_gb" in settings  # never clipped then, so that updates ahead are used
+    adamw = AdamWConfig(lr=1e-2, clip_grad=None if ahead else 1.0)
+    plan = settings.pop("plan", None)
+    engine = oracle.make_engine(model, config, adamw, streams=streams, num_grad_slabs=2, **settings)
+    if plan is not None:
+        engine.planner = oracle.FixedPlanner(plan)
     rows = oracle.random_rows([6, 9, 4, 8, 3])
     batches = oracle.split_micro_batches(rows, 2)
     results = []
@@ -24,7 +30,9 @@ def train(streams, *, layers=4, **settings):
     def backward(calls=1):
         engine.zero_grad()
         for _ in range(calls):
-            outputs = engine.forward_backward(batches, lambda m, scores: -scores.log_probs.sum() / 16)
+            outputs = engine.forward_backward(
+                batches, lambda m, scores: -scores.log_probs.sum() / 16, next_lr=1e-2 if ahead else None
+            )
             results.extend(output.log_probs.clone() for output in outputs)
 
     def step():
@@ -59,6 +67,8 @@ def same_bits(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+RESIDENT = {"plan": PassPlan((2, 1), layer_slots=4, kept_layers=1, resident_gradients=True)}
+AHEAD = {"speculative_adamw_gb": 1.0}
 SPILL = {"device_activation_gb": 0}
 MODELS = [
     {},
@@ -68,6 +78,10 @@ MODELS = [
     {"tied": True, "checkpoint_interval": 3},
     SPILL,
     {"checkpoint_interval": 2, "wave_tokens": 20, **SPILL},
+    {"plan": PassPlan((3,), layer_slots=3, kept_layers=3, keep_logit_gradients=True)},
+    RESIDENT,
+    AHEAD,
+    {"tied": True, **RESIDENT, **AHEAD},
 ]
 
 
@@ -80,7 +94,7 @@ def test_every_allowed_order_gives_the_same_bits(settings):
 
 def test_every_wait_is_needed():
     """Some waits follow from others in most models, and are needed in some: several take part."""
-    models = [{}, {"layers": 2}, {"tied": True}, SPILL, {"layers": 2, "wave_tokens": 15, **SPILL}]
+    models = [{}, {"layers": 2}, {"tied": True}, SPILL, {"layers": 2, "wave_tokens": 15, **SPILL}, RESIDENT, AHEAD]
     expected = [train(None, **model) for model in models]
     reasons = set()
     for model in models:
