@@ -10,6 +10,15 @@ QWEN2_5 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
 SHAPES = {
+    "tiny": {  # for trying the benchmarks out without a GPU
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    },
     "qwen2.5-0.5b": {
         "hidden_size": 896,
         "intermediate_size": 4864,

@@ -1,0 +1,123 @@
+"""The row of this project's engine."""
+
+import statistics
+import time
+from pathlib import Path
+
+import timeline
+import torch
+from peer_loop import HostMemory
+from torch import Tensor
+from workload import ADAMW, CLIP_GRAD, WARM_UP, Clock, Workload, draw_weight
+
+from megatrain_verl.config import AdamWConfig, StreamingConfig
+from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs
+from megatrain_verl.streaming.engine import StreamingEngine
+from megatrain_verl.streaming.streams import DeviceStreams
+
+
+class StreamingSystem:
+    """The engine with the workload's start values.
+
+    Steps follow each other as in training: AdamW of one runs under the next. In `measure`, two more steps wait for
+    AdamW first, and the difference is what was not hidden. The first loss marks the end of the forward pass.
+
+    Args:
+        options: fields of `StreamingConfig`.
+    """
+
+    def __init__(self, workload: Workload, micro_batch: int, options: dict[str, object]) -> None:
+        self._workload, self._micro_batch = workload, micro_batch
+        device = workload.device
+        defaults = {"dtype": "bfloat16" if device == "cuda" else "float32", "compile_layers": device == "cuda"}
+        self._config = StreamingConfig(**defaults | options)
+        self._streams = DeviceStreams(device)
+        self.engine = StreamingEngine(
+            workload.config,
+            self._config,
+            AdamWConfig(**ADAMW, clip_grad=CLIP_GRAD),
+            device=device,
+            streams=self._streams,
+        )
+        self.engine.load_weights(
+            (span.name, draw_weight(span.name, span.shape, device).float().cpu())
+            for _, span in self.engine.state.parameters()
+        )
+        self._clock = Clock(device)
+        self._steps = 0
+
+    def measure(self, before: HostMemory) -> dict[str, object]:
+        """The fields of `report.finish`."""
+        cuda, counters = self._workload.device == "cuda", self.engine.counters
+        for _ in range(WARM_UP):
+            self._step()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        sent, received = counters.h2d_bytes, counters.d2h_bytes
+        times = [self._step() for _ in range(self._workload.steps)]
+        sent, received = counters.h2d_bytes - sent, counters.d2h_bytes - received
+        peak = torch.cuda.max_memory_allocated() if cuda else 0
+        seconds, forward, backward, losses = zip(*times, strict=True)
+        adamw_alone = self._wait_for_adamw()
+        waited = []
+        for _ in range(2):
+            waited.append(self._step()[0])
+            adamw_alone = max(adamw_alone, self._wait_for_adamw())
+        step = statistics.median(seconds)
+        return {
+            "step_s": step,
+            "forward_s": statistics.median(forward),
+            "backward_s": statistics.median(backward),
+            "adamw_not_hidden_s": max(0.0, step - min(waited)),
+            "step_without_adamw_s": min(waited),
+            "adamw_alone_s": adamw_alone,
+            "loss": losses[-1],
+            "micro_batch": self._micro_batch,
+            "gpu_peak_bytes": peak,
+            "host_bytes": before.growth(),
+            "h2d_bytes": sent // self._workload.steps,
+            "d2h_bytes": received // self._workload.steps,
+            "adamw_backend": self.engine.adamw_backend,
+            "settings": f"{self._config}",
+        }
+
+    def trace(self, path: Path) -> None:
+        """Write the timeline of one more step, with the AdamW of the step before it running as it begins."""
+        timeline.record(path, self._streams, self._step, self._wait_for_adamw)
+
+    def _step(self) -> tuple[float, float, float, float]:
+        """(seconds, of them forward, of them backward, loss) without waiting for the AdamW of this step."""
+        workload, clock = self._workload, self._clock
+        batch = self._micro_batches(workload.batch(self._steps))
+        self._steps += 1
+        marks, losses = [], []
+
+        def loss_fn(index: int, scores: TokenOutputs) -> Tensor:
+            if index == 0:
+                marks.append(clock.mark())
+            losses.append(-scores.log_probs.sum() / workload.scored_tokens)
+            return losses[-1]
+
+        clock.synchronize()
+        start, begin = time.perf_counter(), clock.mark()
+        self.engine.zero_grad()
+        self.engine.forward_backward(batch, loss_fn)
+        end = clock.mark()
+        self.engine.optimizer_step()
+        seconds = time.perf_counter() - start
+        loss = sum(part.item() for part in losses)
+        return seconds, clock.seconds(begin, marks[0]), clock.seconds(marks[0], end), loss
+
+    def _micro_batches(self, ids: Tensor) -> list[MicroBatch]:
+        length = ids.shape[1]
+        return [
+            MicroBatch(rows.flatten(), torch.arange(length).repeat(len(rows)), [length] * len(rows))
+            for rows in ids.split(self._micro_batch)
+        ]
+
+    def _wait_for_adamw(self) -> float:
+        """Seconds until every unit is updated."""
+        start = time.perf_counter()
+        for _ in self.engine.named_weights():
+            pass
+        return time.perf_counter() - start

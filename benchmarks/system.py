@@ -1,0 +1,46 @@
+"""One system of the benchmark in a process of its own: `python system.py SPEC RESULT`, started by step_time.py.
+
+SPEC and RESULT are JSON files: what to run, and the measured fields or how it failed.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from peer_loop import HostMemory, largest_micro_batch, measure_peer
+from workload import Workload
+
+
+def run(spec: dict) -> dict[str, object]:
+    """The measured fields of `spec["system"]`: megatrain, fsdp2, zero3, or the ceilings of the machine."""
+    workload = Workload(**spec["workload"])
+    if workload.device == "cuda":
+        torch.cuda.init()
+    before = HostMemory.now()
+    if spec["system"] == "ceilings":
+        import ceilings
+
+        return ceilings.measure(workload.device).as_dict()
+    if spec["system"] == "megatrain":
+        from streaming_system import StreamingSystem
+
+        system = StreamingSystem(workload, spec["micro_batch"], spec["options"])
+        fields = system.measure(before)
+        if spec["trace"]:
+            system.trace(Path(spec["trace"]))
+        system.engine.close()
+        return fields
+    micro_batch = spec["micro_batch"] or largest_micro_batch(workload)
+    if spec["system"] == "fsdp2":
+        from peer_fsdp2 import Fsdp2 as Peer
+    else:
+        from peer_zero3 import Zero3 as Peer
+    try:
+        return measure_peer(Peer(workload, micro_batch), workload, micro_batch, before)
+    except torch.OutOfMemoryError as error:
+        return {"error": f"GPU memory: {str(error).splitlines()[0]}", "retry_micro_batch": micro_batch // 2}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(run(json.loads(Path(sys.argv[1]).read_text()))))
