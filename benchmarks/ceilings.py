@@ -56,7 +56,7 @@ def measure(device: str) -> Ceilings:
     """All ceilings of this machine; under half a minute, a first compilation of DeepSpeed's kernel not counted."""
     if device == "cuda":
         return Ceilings(*_device_rates(), adamw=_adamw_rates(ADAM_PARAMETERS))
-    return Ceilings(*[None] * 5, adamw=_adamw_rates(ADAM_PARAMETERS // 20))
+    return Ceilings(*[None] * 5, adamw=_adamw_rates(ADAM_PARAMETERS // 100))
 
 
 @dataclass(frozen=True)

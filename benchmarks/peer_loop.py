@@ -39,9 +39,13 @@ class HostMemory:
     def now(cls) -> "HostMemory":
         return cls(resident_bytes(), used_host_bytes())
 
+    def process_growth(self) -> int:
+        """Bytes by which the process has grown; page-locked arenas are in it, memory that CUDA allocated is not."""
+        return resident_bytes() - self.resident
+
     def growth(self) -> int:
-        """Bytes since then: the larger of both, because memory that CUDA allocates is in no process's resident size."""
-        return max(resident_bytes() - self.resident, used_host_bytes() - self.used)
+        """Bytes by which the process or the machine's use has grown, the larger: for peers that let CUDA allocate."""
+        return max(self.process_growth(), used_host_bytes() - self.used)
 
 
 def measure_peer(peer: Peer, workload: Workload, micro_batch: int, before: HostMemory) -> dict[str, object]:

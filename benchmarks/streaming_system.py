@@ -39,10 +39,9 @@ class StreamingSystem:
             device=device,
             streams=self._streams,
         )
-        self.engine.load_weights(
-            (span.name, draw_weight(span.name, span.shape, device).float().cpu())
-            for _, span in self.engine.state.parameters()
-        )
+        # The values are bfloat16, so the low halves of split masters stay zero.
+        for unit, span in self.engine.state.parameters():
+            unit.view(unit.weight, span).copy_(draw_weight(span.name, span.shape, device))
         self._clock = Clock(device)
         self._steps = 0
 
@@ -74,7 +73,7 @@ class StreamingSystem:
             "loss": losses[-1],
             "micro_batch": self._micro_batch,
             "gpu_peak_bytes": peak,
-            "host_bytes": before.growth(),
+            "host_bytes": before.process_growth(),
             "h2d_bytes": sent // self._workload.steps,
             "d2h_bytes": received // self._workload.steps,
             "adamw_backend": self.engine.adamw_backend,
@@ -88,7 +87,7 @@ class StreamingSystem:
     def _step(self) -> tuple[float, float, float, float]:
         """(seconds, of them forward, of them backward, loss) without waiting for the AdamW of this step."""
         workload, clock = self._workload, self._clock
-        batch = self._micro_batches(workload.batch(self._steps))
+        batch = micro_batches(workload.batch(self._steps), self._micro_batch)
         self._steps += 1
         marks, losses = [], []
 
@@ -108,16 +107,18 @@ class StreamingSystem:
         loss = sum(part.item() for part in losses)
         return seconds, clock.seconds(begin, marks[0]), clock.seconds(marks[0], end), loss
 
-    def _micro_batches(self, ids: Tensor) -> list[MicroBatch]:
-        length = ids.shape[1]
-        return [
-            MicroBatch(rows.flatten(), torch.arange(length).repeat(len(rows)), [length] * len(rows))
-            for rows in ids.split(self._micro_batch)
-        ]
-
     def _wait_for_adamw(self) -> float:
         """Seconds until every unit is updated."""
         start = time.perf_counter()
         for _ in self.engine.named_weights():
             pass
         return time.perf_counter() - start
+
+
+def micro_batches(ids: Tensor, rows: int) -> list[MicroBatch]:
+    """(B, L) token ids without padding as micro-batches of `rows` rows."""
+    length = ids.shape[1]
+    return [
+        MicroBatch(part.flatten(), torch.arange(length).repeat(len(part)), [length] * len(part))
+        for part in ids.split(rows)
+    ]
