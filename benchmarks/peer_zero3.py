@@ -73,6 +73,8 @@ def build_model(workload: Workload, settings: dict[str, object]) -> torch.nn.Mod
     config = workload.config
     with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=settings, dtype=dtype):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    decoder = model.get_decoder()
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=config, device=workload.device)  # in float32, on the device
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.train()
     for name, parameter in model.named_parameters():

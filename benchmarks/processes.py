@@ -70,7 +70,7 @@ def _watch(process: subprocess.Popen, timeout: float, host_memory_limit: float |
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the process is ended with this one
     while process.poll() is None:
         if time.monotonic() > end:
-            return f"no result within {timeout:.0f} s"
+            return f"no result within {timeout:g} s"
         if host_memory_limit is not None and used_host_bytes() > host_memory_limit:
             return f"host memory: more than {host_memory_limit / 2**30:.0f} GiB in use"
         time.sleep(POLL)
