@@ -71,6 +71,7 @@ class StreamingSystem:
             "step_without_adamw_s": min(waited),
             "adamw_alone_s": adamw_alone,
             "loss": losses[-1],
+            "grad_norm": self.grad_norm,
             "micro_batch": self._micro_batch,
             "gpu_peak_bytes": peak,
             "host_bytes": before.process_growth(),
@@ -100,9 +101,9 @@ class StreamingSystem:
         clock.synchronize()
         start, begin = time.perf_counter(), clock.mark()
         self.engine.zero_grad()
-        self.engine.forward_backward(batch, loss_fn)
+        self.engine.forward_backward(batch, loss_fn, next_lr=ADAMW["lr"])
         end = clock.mark()
-        self.engine.optimizer_step()
+        self.grad_norm = self.engine.optimizer_step()
         seconds = time.perf_counter() - start
         loss = sum(part.item() for part in losses)
         return seconds, clock.seconds(begin, marks[0]), clock.seconds(marks[0], end), loss

@@ -244,7 +244,7 @@ class StreamingEngine:
     def _update_ahead(self, unit: UnitState, landed: Event) -> None:
         update = self._speculation.update_of(unit, self._adamw)
         if update is not None:
-            self.streams.optimizer.wait(landed, f"gradient of {unit.plan.name} landed before its update")
+            self.streams.optimizer.wait(landed, "gradient on the host before its update")
             self._start_update(unit, update, self._speculation.step)
 
     def _start_update(self, unit: UnitState, update: Callable[[], None], step: AdamWStep) -> None:

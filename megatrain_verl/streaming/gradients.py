@@ -76,13 +76,14 @@ class GradientPath:
             self._streams.host_wait(self._streams.grad.record(), "gradients sent")
             self.release_device()
         self._resident = resident
-        sizes = {unit.name: unit.numel for unit in self._plan.units}
         largest = max(unit.numel for unit in self._plan.layers)
         edge = max(self._plan.embedding.numel, self._plan.head.numel)
-        if not resident:
-            sizes = {"layer 0": largest, "layer 1": largest, "edge": edge}
+        sizes = {"layer 0": largest, "layer 1": largest, "edge": edge}
+        if resident:
+            sizes = {unit.name: unit.numel for unit in self._plan.units}
         self._accumulators = {
-            name: Accumulator(f"{name} accumulator", torch.zeros(numel, device=device)) for name, numel in sizes.items()
+            name: Accumulator(f"{'resident' if resident else name} accumulator", torch.zeros(numel, device=device))
+            for name, numel in sizes.items()
         }
         dtype = self._state.units[0].grad.dtype
         converted = 0 if dtype is torch.float32 else min(STAGING_ELEMENTS, max(largest, edge))

@@ -2,7 +2,7 @@
 
 All compute the float32 update of `torch.optim.AdamW` and depend on the step's numbers only: a resumed run continues
 bit for bit. On an H200's 16-core host the native kernel updates 4.2e9 split parameters per second, the others 5.5e8
-(docs/experiments.md; `benchmarks/step_time.py --all-adamw-backends` measures them).
+(docs/experiments.md; `benchmarks/step_time.py` measures them).
 """
 
 import functools

@@ -105,9 +105,12 @@ class SimulatedStreams(Streams):
                 self._random.shuffle(self._priority)
 
     def abandon(self) -> None:
-        for queue in (self.weight, self.compute, self.grad, self.adder):
+        for queue in self._of_a_pass():
             queue.items.clear()
 
     def idle(self) -> bool:
-        """Whether all appended work has run."""
-        return not any(queue.items for queue in self._priority)
+        """Whether all work of the passes has run; AdamW may still be pending."""
+        return not any(queue.items for queue in self._of_a_pass())
+
+    def _of_a_pass(self) -> tuple[SimulatedQueue, ...]:
+        return self.weight, self.compute, self.grad, self.adder

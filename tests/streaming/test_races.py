@@ -101,7 +101,7 @@ def test_every_wait_is_needed():
         streams = SimulatedStreams(0)
         train(streams, **model)
         reasons |= streams.waits
-    assert len(reasons) == 33, sorted(reasons)
+    assert len(reasons) == 38, sorted(reasons)
     for reason in sorted(reasons):
         orders = ((seed, index) for seed in range(ORDERS) for index in range(len(models)))
         found = any(goes_wrong(seed, reason, models[index], expected[index]) for seed, index in orders)
