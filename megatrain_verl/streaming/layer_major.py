@@ -71,7 +71,7 @@ class LayerMajorPass:
     ) -> None:
         self._tied, self._streams, self._ring, self._token_head = plan.tied, streams, ring, head
         self._functions, self._load, self._prepare = functions, load, prepare
-        self._dropout_key, self._device = dropout_key, device
+        self._dropout_key, self._device, self._padding_idx = dropout_key, device, plan.padding_idx
         self._embedding, self._layers = state.units[0], state.units[1 : 1 + len(plan.layers)]
         self._head = self._embedding if plan.tied else state.units[-1]
         self._count, self._first = len(prepare), first
@@ -267,6 +267,8 @@ class LayerMajorPass:
     def _do_embedding_backward(self, m: int, accumulator: Accumulator) -> None:
         total = views(self._embedding.plan, accumulator.buffer)["embed_tokens.weight"]
         ids, grad = self._batches[m].input_ids, self._grad[m][0].float()
+        if self._padding_idx is not None:  # as torch's embedding; a tied matrix keeps the head's part in that row
+            grad = grad.masked_fill((ids == self._padding_idx)[:, None], 0.0)
         if self._device == "cuda":  # sorts first: the same bits in every run, where index_add_ adds in any order
             total.index_put_((ids,), grad, accumulate=True)
         else:

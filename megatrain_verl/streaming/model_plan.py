@@ -58,6 +58,8 @@ class ModelPlan:
     head: UnitPlan
     norm: nn.Module
     rotary: nn.Module
+    # The token whose embedding gets no gradient (Hugging Face models name pad_token_id); None: every token's does.
+    padding_idx: int | None = None
     # Names by which checkpoints may also call a parameter (the tied output matrix), not to be loaded or exported.
     aliases: dict[str, str] = field(default_factory=dict)
 
@@ -150,6 +152,7 @@ def plan_model(config: PretrainedConfig) -> ModelPlan:
         head=planned.get("head", planned["embedding"]),
         norm=decoder.norm,
         rotary=decoder.rotary_emb,
+        padding_idx=decoder.embed_tokens.padding_idx,
         aliases={"lm_head.weight": names[id(decoder.embed_tokens.weight)]} if tied else {},
     )
 

@@ -60,6 +60,22 @@ def test_five_steps_equal_plain_adamw(family, tied, size, interval):
     engine.close()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_padding_token_in_a_row_gets_the_gradient_of_transformers(tied):
+    """Its embedding gets none, whether it pads or, as an end-of-turn token often does, stands in the text."""
+    rows = oracle.random_rows(LENGTHS)
+    config = oracle.tiny_config("llama", tied=tied, pad_token_id=int(rows[1][3]))
+    settings = AdamWConfig(lr=1e-4)
+    model = oracle.plain_model(config)
+    engine = oracle.make_engine(model, config, settings)
+    _, grads, norm = plain_step(model, oracle.plain_adamw(model, settings), rows, settings.clip_grad)
+    engine_pass(engine, oracle.split_micro_batches(rows, 2))
+    embedding = oracle.engine_gradients(engine)["model.embed_tokens.weight"]
+    torch.testing.assert_close(embedding, grads["model.embed_tokens.weight"], rtol=1e-5, atol=1e-6)
+    assert engine.optimizer_step() == pytest.approx(norm, rel=1e-5)
+    engine.close()
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
 def test_packed_rows_do_not_see_each_other(family):
     config = oracle.tiny_config(family)
