@@ -1,44 +1,74 @@
-"""A random 57M-parameter Qwen2 with the tiny quickstart's tokenizer: `python -m benchmarks.replay.random_model FOLDER`.
+"""A random 13M-parameter Qwen2: `python -m benchmarks.replay.random_model FOLDER`.
 
-For machines that have no model: the weights follow from the seed.
+Recorded batches are of use on another machine only with the model that they came from, and weights are too large to
+carry along: these follow from a seed. The tokenizer is this file's own, so that the vocabulary stays what it was.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "quickstart"))  # scripts, not a package
-from make_model import make_tiny  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SEED = 0
+VOCABULARY = 326
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def make(folder: Path) -> None:
-    """Write the model in float32 unless `folder` has one."""
+    """Write the model in float32 and its tokenizer unless `folder` has one."""
     if (folder / "config.json").exists():
         return
-    make_tiny(folder)  # for its tokenizer; the larger model replaces its weights
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=9,
-        num_attention_heads=12,
-        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=False,
-        # Twice the usual: attention and predictions far enough from uniform for errors in them to show.
-        initializer_range=0.04,
+        # Three times the usual: attention and predictions far enough from uniform for errors in them to show.
+        initializer_range=0.06,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(SEED)
     Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and the commonest pieces of sums: `VOCABULARY` entries, since vLLM must not know a token that has no name.
+
+    Raises:
+        ValueError: this version of tokenizers learns another vocabulary.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((f"What is {a} + {b}? It is {a + b}." for a in range(30) for b in range(30)), trainer)
+    if tokenizer.get_vocab_size() != VOCABULARY:
+        raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} entries, not {VOCABULARY}")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
+    )
 
 
 if __name__ == "__main__":
