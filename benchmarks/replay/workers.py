@@ -19,7 +19,6 @@ from verl.workers.utils.losses import ppo_loss
 
 from megatrain_verl.verl_backend.config import MegaTrainActorConfig, MegaTrainEngineConfig
 
-ENGINES = ("megatrain", "fsdp2")
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
