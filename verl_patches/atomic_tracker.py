@@ -1,11 +1,12 @@
-"""verl 0.9.1: write `latest_checkpointed_iteration.txt` so that a crash or a full disk cannot empty it.
+"""verl 0.9.1: write `latest_checkpointed_iteration.txt` and `data*.pt` so that no crash and no full disk empties them.
 
 Reason: the V1 trainer truncates the tracker in place after the checkpoint is complete; killed there, it leaves an
 empty tracker, and the next start fails on `int("")`. The SFT trainer renames, but without fsync a power loss may
-keep the rename and lose the content.
+keep the rename and lose the content. Both write the data loader's state in place: where an earlier run has saved the
+same step and the tracker names it, a crash leaves half a file, which the next start cannot load.
 
-Patched: the name `open` in both modules. Only a tracker opened for writing is treated differently: what the tracker
-will name is synced first, then the new tracker, then it takes the old one's name.
+Patched: the names `open` and `torch` in both modules. Only a tracker opened for writing and `torch.save` are treated
+differently: the new file is synced and then takes the old one's name.
 """
 
 import builtins
@@ -14,6 +15,8 @@ import re
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import IO, Any
+
+import torch
 
 from verl_patches.guard import check_source, first_time
 from verl_patches.import_hook import after_import
@@ -36,6 +39,7 @@ def _patch(module: ModuleType) -> None:
         owner, sources = TARGETS[module.__name__]
         check_source("atomic_tracker", getattr(module, owner), sources)
         module.open = _open  # type: ignore[attr-defined]
+        module.torch = AtomicTorch("torch")  # type: ignore[attr-defined]
 
 
 def _open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> IO:
@@ -56,10 +60,8 @@ class AtomicTracker:
         return self
 
     def write(self, text: str) -> int:
-        """Write the step number; the files of that step that verl itself wrote are synced before."""
-        folder = self.path.parent / f"global_step_{int(text)}"
-        for path in (*folder.glob("*.pt"), folder):
-            _fsync(path)
+        """Write the step number, once that step's folder has been synced."""
+        _fsync(self.path.parent / f"global_step_{int(text)}")
         return self.file.write(text)
 
     def __exit__(
@@ -75,6 +77,23 @@ class AtomicTracker:
             _fsync(self.path.parent)
         else:
             self.temporary.unlink()
+
+
+class AtomicTorch(ModuleType):
+    """torch, whose `save` to a path replaces the file there in one step."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def save(self, content: object, path: str) -> None:
+        """Write `content` to `path`; after an error or a kill `path` is as before."""
+        temporary = Path(f"{path}.new")
+        try:
+            torch.save(content, temporary)
+            _fsync(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _fsync(path: Path) -> None:

@@ -8,6 +8,7 @@
 """
 
 import logging
+import shutil
 from pathlib import Path
 
 from verl.trainer.config import CheckpointConfig
@@ -25,6 +26,7 @@ from megatrain_verl.verl_backend.retention import Retention
 logger = logging.getLogger(__name__)
 
 ENGINE, HUGGINGFACE = "engine", "huggingface"
+LOADER_STATE = "data_*.pt"  # which verl's SFT trainer writes into the checkpoint when it is complete
 
 
 class CheckpointStore:
@@ -48,6 +50,8 @@ class CheckpointStore:
             if "extra" in self._save_contents:
                 extra_state.write(folder, learning_rate)
             self._write_pretrained(folder / HUGGINGFACE, engine)
+            for state in Path(path).glob(LOADER_STATE):  # of an earlier run that saved this step: verl replaces it next
+                shutil.copy(state, folder)
         logger.info("saved checkpoint %s", path)
         self._retention.register(Path(path), limit)
 
