@@ -67,6 +67,8 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         self._check_position()
         with metrics_file.continued(options.metrics_path(self.config), self.resume_global_step):
             super().fit()
+        if self.engine.batches_without_labels:
+            print(f"{self.engine.batches_without_labels} batches had no label and gave no gradient")
         if not self.last_checkpoint.is_dir():
             raise ValueError(self._other_data())
 

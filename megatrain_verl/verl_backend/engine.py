@@ -18,6 +18,7 @@ from torch import Tensor
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.metric import Metric
 from verl.workers.config import HFModelConfig, OptimizerConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import (
@@ -66,6 +67,7 @@ class MegaTrainEngine(BaseEngine):
         self.streaming: StreamingEngine | None = None
         self.learning_rate: LearningRate | None = None
         self.checkpoints = CheckpointStore(model_config, checkpoint_config)
+        self.batches_without_labels = 0  # training batches so far whose every label is masked
 
     def initialize(self) -> None:
         """Load MODEL_PATH into host memory; nothing stays on the device, where the rollout starts next."""
@@ -124,14 +126,18 @@ class MegaTrainEngine(BaseEngine):
     ) -> dict[str, Any]:
         """Score `data` and, unless `forward_only`, add the gradient of the losses of its micro-batches.
 
-        Losses are scaled as in verl's FSDP engine: by the whole mini-batch's `batch_num_tokens`, then summed.
+        Losses are scaled as in verl's FSDP engine: by the whole mini-batch's `batch_num_tokens`, then summed. Where
+        every label is masked, loss and gradient are 0 (verl's own engines divide 0 by 0 there).
 
         Returns:
             dict with "model_output" (jagged tensors; empty in training unless asked for), "loss" (one float per
             micro-batch) and "metrics".
         """
         check_batch(data)
-        tu.assign_non_tensor(data, sp_size=1, dp_size=1, batch_num_tokens=data["loss_mask"].sum().item())
+        labels = int(data["loss_mask"].sum().item())
+        if labels == 0 and not forward_only:
+            self._count_batch_without_labels(len(data))
+        tu.assign_non_tensor(data, sp_size=1, dp_size=1, batch_num_tokens=max(1, labels))
         micro_batches, indices = prepare_micro_batches(data, dp_group=self.get_data_parallel_group())
         packed = [to_micro_batch(micro_batch) for micro_batch in micro_batches]
         scores = {
@@ -151,11 +157,21 @@ class MegaTrainEngine(BaseEngine):
         else:
             self.streaming.forward_backward(packed, report, next_lr=self.learning_rate.value, **scores)
         keeps_outputs = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
+        if labels == 0 and not forward_only and "responses" in data:
+            reports[0]["metrics"]["actor/batches_without_labels"] = Metric("max", self.batches_without_labels)
         for entry in reports:
             entry["loss"] = entry["loss"].item()
             if not keeps_outputs:
                 del entry["model_output"]
         return postprocess_batch_func(output_lst=reports, indices=indices, data=data)
+
+    def _count_batch_without_labels(self, rows: int) -> None:
+        self.batches_without_labels += 1
+        logger.warning(
+            "every label of a batch of %d rows is masked: its loss and gradient are 0 (%d such batches so far)",
+            rows,
+            self.batches_without_labels,
+        )
 
     def _loss(
         self, micro_batch: TensorDict, outputs: TokenOutputs, loss_function: Loss | None

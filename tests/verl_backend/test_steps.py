@@ -1,6 +1,7 @@
 """Training steps of the megatrain engine as verl calls it, against verl's own FSDP2 engine on the same batches."""
 
 import copy
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -10,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
+from verl.utils.metric import Metric
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
 from megatrain_verl.verl_backend.config import MegaTrainActorConfig, MegaTrainEngineConfig
 from megatrain_verl.verl_backend.engine import MegaTrainEngine
-from tests.verl_backend.cases import actor_loss, rl_batch, same, score, sft_batch, train, weights
+from tests.verl_backend.cases import actor_loss, jagged, rl_batch, same, score, sft_batch, train, weights
 from tests.verl_backend.conftest import LR
 
 # ----------------------------------------------------------------------------------------------- equal to verl's FSDP
@@ -95,6 +98,64 @@ def test_sft_validation_loss_equals_training_loss(tiny: HFModelConfig, make: Cal
     with engine.eval_mode():
         validation = engine.infer_batch(batch.clone(), loss_function=loss)["loss"]
     assert validation == pytest.approx(train(engine, batch, loss)["loss"], rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------ masked labels
+
+
+def without_labels(batch: TensorDict, rows: list[int]) -> TensorDict:
+    """`batch` with every label of `rows` masked."""
+    batch = batch.clone()
+    for name in {"loss_mask", "response_mask"} & set(batch.keys()):
+        batch[name] = jagged([mask * (row not in rows) for row, mask in enumerate(batch[name].unbind())])
+    return batch
+
+
+RL_MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+LOSSES = {mode: actor_loss(loss_agg_mode=mode, use_kl_loss=True, entropy_coeff=0.1) for mode in RL_MODES}
+
+
+@pytest.mark.parametrize("loss", [*LOSSES.values(), partial(sft_loss, config=None)], ids=[*RL_MODES, "sft"])
+def test_batch_without_labels_gives_no_gradient_and_is_counted(
+    tiny: HFModelConfig, make: Callable, caplog: pytest.LogCaptureFixture, loss: partial
+) -> None:
+    engine, is_rl = make(tiny, optim={"weight_decay": 0.0}), loss.func is not sft_loss
+    batch = (rl_batch if is_rl else sft_batch)(tiny.hf_config.vocab_size)
+    tu.assign_non_tensor(batch, micro_batch_size_per_gpu=1, calculate_entropy=is_rl)
+    before, empty = weights(engine), without_labels(batch, list(range(len(batch))))
+    for count in (1, 2):
+        with caplog.at_level(logging.WARNING):
+            output = train(engine, empty, loss)
+        assert output["loss"] == [0.0] * len(batch) and output["metrics"].pop("grad_norm") == 0.0
+        warned = [message for message in caplog.messages if "such batches so far" in message]
+        assert f"({count} such" in warned[-1] and len(warned) == engine.batches_without_labels == count
+        if is_rl:
+            for metric in output["metrics"].values():
+                assert np.isfinite(metric.aggregate() if isinstance(metric, Metric) else metric).all()
+            assert output["metrics"]["actor/batches_without_labels"].aggregate() == count
+    assert same(weights(engine), before)
+    with engine.eval_mode():
+        assert engine.infer_batch(empty.clone(), loss_function=loss)["loss"] == [0.0] * len(batch)
+    assert train(engine, batch, loss)["metrics"]["grad_norm"] > 0 and engine.batches_without_labels == 2
+
+
+@pytest.mark.parametrize("loss", [LOSSES["token-mean"], partial(sft_loss, config=None)], ids=["rl", "sft"])
+@pytest.mark.parametrize("rows_per_micro_batch", [1, 3])
+def test_row_without_labels_changes_nothing_else(
+    tiny: HFModelConfig, make: Callable, loss: partial, rows_per_micro_batch: int
+) -> None:
+    """Three rows, and the same three with others between and behind them whose labels are masked."""
+    make_batch, found = rl_batch if loss.func is not sft_loss else sft_batch, []
+    batch = without_labels(make_batch(tiny.hf_config.vocab_size, rows=6), [1, 4, 5])
+    for rows in ([0, 2, 3], [0, 1, 2, 3, 4, 5]):
+        part = tu.index_select_tensor_dict(batch, rows)
+        tu.assign_non_tensor(part, micro_batch_size_per_gpu=rows_per_micro_batch, calculate_entropy=True)
+        engine = make(tiny)
+        output = train(engine, part, loss)
+        found.append((sum(output["loss"]), output["metrics"]["grad_norm"], weights(engine)))
+    assert found[1][:2] == pytest.approx(found[0][:2], rel=1e-6)
+    for name, weight in found[0][2].items():
+        torch.testing.assert_close(found[1][2][name], weight, rtol=0, atol=LR / 100)
 
 
 # ------------------------------------------------------------------------------------------------------ micro-batches
