@@ -2,14 +2,17 @@
 
 Ray starts its servers, and vLLM its engine, in sessions of their own: ending the command's process group is not enough.
 This process makes itself the parent of every orphan below it (Linux' child subreaper), so that whatever the command
-has started stays its descendant and is ended by process id. Exit status: the command's, 124 after the time limit.
+has started stays its descendant and is ended by process id. Shared memory that they leave in /dev/shm is removed (a
+killed vLLM worker leaves its queues). Exit status: the command's, 124 after the time limit.
 """
 
 import ctypes
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -17,6 +20,8 @@ import psutil
 PR_SET_CHILD_SUBREAPER = 36
 GRACE_SECONDS = 10.0
 TIMED_OUT = 124
+LOOK_SECONDS = 2.0  # between two looks at the shared memory of the descendants
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def adopt_orphans() -> None:
@@ -46,21 +51,38 @@ def end_descendants(grace_seconds: float = GRACE_SECONDS) -> int:
     return killed
 
 
+def segments_of(processes: list[psutil.Process]) -> set[Path]:
+    """The files in /dev/shm that `processes` have mapped."""
+    found = set()
+    for process in processes:
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+        except OSError:
+            continue  # it has ended, or belongs to another user
+        found |= {Path(path) for path in re.findall(rf"\s({SHARED_MEMORY}/\S+)$", maps, re.MULTILINE)}
+    return found
+
+
 def run(command: list[str], limit_seconds: float) -> int:
     """Run `command` for at most `limit_seconds`; returns its exit status, or 124 if the time was up."""
     adopt_orphans()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
+    earlier, segments = set(SHARED_MEMORY.iterdir()), set()
     try:
-        start = time.monotonic()
+        end = time.monotonic() + limit_seconds
         process = subprocess.Popen(command)
-        try:
-            return process.wait(timeout=limit_seconds)
-        except subprocess.TimeoutExpired:
-            print(f"bounded_run: no end after {time.monotonic() - start:.0f} s, stopping it", file=sys.stderr)
-            return TIMED_OUT
+        while time.monotonic() < end:
+            try:
+                return process.wait(timeout=min(LOOK_SECONDS, max(0.0, end - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                segments |= segments_of(psutil.Process().children(recursive=True))
+        print(f"bounded_run: no end after {limit_seconds:.0f} s, stopping it", file=sys.stderr)
+        return TIMED_OUT
     finally:
         end_descendants()
+        for segment in segments - earlier - segments_of(list(psutil.process_iter())):
+            segment.unlink(missing_ok=True)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -1,13 +1,17 @@
-"""Real GRPO on the CPU: verl's trainer, a real vLLM and the engine, in two starts of Ray (about two minutes each)."""
+"""Real GRPO on the CPU: verl's trainer, a real vLLM and the engine; each start of Ray takes about two minutes."""
 
 import json
 import os
 import subprocess
 import sys
+import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,6 +20,7 @@ from tests.verl_backend.cases import save_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
+ROOT = Path(__file__).resolve().parents[2]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
@@ -79,10 +84,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, module: str, steps: int, *options: str) -> tuple[dict[int, dict[str, Any]], str]:
-    """Run `python -m module` until step `steps`; returns the metrics by step and what was printed."""
+def start(
+    folder: Path, module: str, steps: int, *options: str, launcher: tuple[str, ...] = (), **environment: str
+) -> subprocess.Popen[str]:
+    """Start `python -m module` until step `steps`; its metrics and what it prints go to `folder`/until_`steps`.*"""
     metrics = folder / f"until_{steps}.jsonl"
-    environment = {
+    settings = {
         "VERL_PLATFORM": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -98,19 +105,28 @@ def train(folder: Path, module: str, steps: int, *options: str) -> tuple[dict[in
         f"trainer.default_local_dir={folder}/checkpoints",
         f"trainer.total_training_steps={steps}",
     ]
-    run = subprocess.run(
-        [sys.executable, "-m", module, *OPTIONS, *files, *options],
-        env={**os.environ, **environment},
-        cwd=folder,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=600,
-    )
-    (folder / f"until_{steps}.log").write_text(run.stdout)
-    assert run.returncode == 0, f"see {folder}/until_{steps}.log, which ends with\n{run.stdout[-3000:]}"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return {line["step"]: line["data"] for line in lines}, run.stdout
+    with (folder / f"until_{steps}.log").open("w") as log:
+        return subprocess.Popen(
+            [*launcher, sys.executable, "-m", module, *OPTIONS, *files, *options],
+            env={**os.environ, **settings, **environment},
+            cwd=folder,
+            text=True,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def train(folder: Path, module: str, steps: int, *options: str) -> tuple[dict[int, dict[str, Any]], str]:
+    """Run `python -m module` until step `steps`; returns the metrics by step and what was printed."""
+    run = start(folder, module, steps, *options)
+    try:
+        returncode = run.wait(timeout=600)
+    finally:
+        run.kill()
+    printed = (folder / f"until_{steps}.log").read_text()
+    assert returncode == 0, f"see {folder}/until_{steps}.log, which ends with\n{printed[-3000:]}"
+    lines = [json.loads(line) for line in (folder / f"until_{steps}.jsonl").read_text().splitlines()]
+    return {line["step"]: line["data"] for line in lines}, printed
 
 
 def test_grpo_and_resume(folder: Path) -> None:
@@ -165,3 +181,45 @@ def _check_export(folder: Path, exported: Path) -> None:
     before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder / "model", exported))
     moved = [(after[name] - before[name]).abs().max().item() for name in before]
     assert min(moved) > 1e-4 and all(torch.isfinite(weight).all() for weight in after.values())
+
+
+@pytest.mark.slow
+def test_killed_worker_ends_the_run_and_leaves_nothing(folder: Path) -> None:
+    """The process of actor and engine, killed as the kernel does without memory, in a run as the scripts start it."""
+    mark, segments = str(uuid.uuid4()), set(os.listdir("/dev/shm"))
+    options = (f"{ACTOR}.megatrain.dtype=float32", "trainer.save_freq=-1", "trainer.resume_mode=disable")
+    metrics = folder / "until_500.jsonl"
+    bounded = (sys.executable, str(ROOT / "examples/bounded_run.py"), "500")
+    run = start(folder, "megatrain_verl.main_ppo", 500, *options, launcher=bounded, MEGATRAIN_TEST_RUN=mark)
+    try:
+        _wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, seconds=400)
+        (worker,) = [process for process in _marked(mark) if process.name().startswith("ray::Worker")]
+        worker.kill()
+        assert run.wait(timeout=60) not in (0, 124)
+        printed = (folder / "until_500.log").read_text()
+        assert f"pid: {worker.pid}" in printed or f"pid={worker.pid}" in printed
+        assert "ActorDiedError" in printed
+        assert not _marked(mark)
+        assert set(os.listdir("/dev/shm")) <= segments
+    finally:
+        for process in [run, *_marked(mark)]:
+            process.kill()
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """The processes of the run whose environment holds `mark`, zombies apart."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MEGATRAIN_TEST_RUN") == mark:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # it has ended, or is a zombie, or belongs to someone else
+    return found
+
+
+def _wait_for(condition: Callable[[], bool], *, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not reached within {seconds} s"
+        time.sleep(1)
