@@ -13,6 +13,7 @@ from typing import Any
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "rl"
 PACKAGES = ("torch", "transformers", "verl", "vllm", "ray", "hydra", "megatrain_verl")
+KL_TERMS = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
 GB = 10**9
 
 
@@ -73,7 +74,9 @@ def missing_memory(folder: Path, engine: dict[str, Any], reference: bool) -> Ite
         cures = "take a host with more memory"
         if reference:
             saved = plan.bytes_by_kind["reference"] * MARGIN
-            cures += f", or train without KL, {saved / GB:.0f} GB less: actor_rollout_ref.actor.use_kl_loss=False"
+            cures += (
+                f", or train without KL, {saved / GB:.0f} GB less: {' '.join(f'{term}=False' for term in KL_TERMS)}"
+            )
         kept = "parameters and their reference" if reference else "parameters"
         text = f"host memory: {plan.parameters / 1e9:.2f} billion {kept} need {needed / GB:.0f} GB"
         yield f"{text}, {available / GB:.0f} GB are available: {cures}"

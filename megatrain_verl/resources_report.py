@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.model_sizes import ModelSizes
@@ -22,6 +23,10 @@ from megatrain_verl.streaming.model_plan import VERIFIED_MODEL_TYPES
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+NAMES = {"gpu": "GPU", "host": "host"}
+FITS = {True: "yes", False: "NO", None: "depends on --host-memory"}
+LLAMA_SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LLAMA_OPTIONS = ("num_key_value_heads", "tie_word_embeddings")
 CUDA_CONTEXT = 1 << 30  # the context, and what a sleeping vLLM keeps
 VLLM_ASLEEP = 2 << 30
 
@@ -50,14 +55,27 @@ def parse_size(text: str) -> int:
 def read_sizes(model: str) -> tuple[ModelSizes, str]:
     """Sizes and model_type of a folder, a config.json or a name that the hub or its local cache knows.
 
+    A family that brings its own code (Baichuan, InternLM2) is sized as the Llama whose shape its config describes.
+
     Raises:
-        ValueError: there is no config, or transformers does not know the family.
+        ValueError: there is no config, or neither transformers nor Llama's fields describe the model.
     """
     try:
-        config = AutoConfig.from_pretrained(model)
+        fields, _ = PretrainedConfig.get_config_dict(model)
+        if not fields:
+            raise OSError("the file does not exist or is empty")
     except OSError as error:
         raise ValueError(f"no config.json for {model!r}: give a folder, a file or a hub name ({error})") from error
-    return ModelSizes.of(config), config.model_type
+    model_type = str(fields.get("model_type"))
+    if model_type in CONFIG_MAPPING:
+        return ModelSizes.of(AutoConfig.from_pretrained(model)), model_type
+    if absent := [name for name in LLAMA_SHAPE if name not in fields]:
+        raise ValueError(
+            f"transformers does not know model_type {model_type!r} of {model!r}, and its config is not a Llama's "
+            f"either: it has no {', '.join(absent)}"
+        )
+    shape = {name: fields[name] for name in (*LLAMA_SHAPE, *LLAMA_OPTIONS) if name in fields}
+    return ModelSizes.of(LlamaConfig(**shape)), model_type
 
 
 def report(arguments: argparse.Namespace, rates: Rates = Rates()) -> dict[str, object]:
@@ -73,7 +91,7 @@ def report(arguments: argparse.Namespace, rates: Rates = Rates()) -> dict[str, o
         gpu["vLLM asleep"] = VLLM_ASLEEP
     fits_gpu = sum(gpu.values()) <= arguments.gpu_memory
     host_needed = math.ceil(host.total * MARGIN)
-    fits_host = arguments.host_memory is None or host_needed <= arguments.host_memory
+    fits_host = None if arguments.host_memory is None else host_needed <= arguments.host_memory
     result = {
         "model": arguments.model,
         "model_type": model_type,
@@ -133,12 +151,14 @@ def _moving_bytes(sizes: ModelSizes, config: StreamingConfig, micro_batch: int, 
 
 
 def _advice(result: dict, host: HostPlan, arguments: argparse.Namespace, config: StreamingConfig) -> Iterator[str]:
+    if result["model_type"] not in CONFIG_MAPPING:
+        yield f"transformers has no model_type {result['model_type']}: the figures are those of a Llama of its shape"
     if not result["trained_by_this_version"]:
         yield (
             f"model_type {result['model_type']} is not trained by this version (it trains "
             f"{', '.join(VERIFIED_MODEL_TYPES)}); the figures are a plan"
         )
-    if not result["fits"]["host"]:
+    if result["fits"]["host"] is False:
         missing = result["host_bytes"]["with_margin"] - arguments.host_memory
         yield f"host memory: {missing / GIB:.1f} GiB more are needed"
         if "reference" in host.bytes_by_kind:
@@ -171,7 +191,9 @@ def as_table(result: dict) -> str:
         f"of {batch['tokens_kept_on_gpu']:,} tokens stay on the GPU",
         f"computed bound of such a step: {seconds['step']:.2f} s (forward {seconds['forward']:.2f}, backward "
         f"{seconds['backward']:.2f}, AdamW {seconds['adamw']:.2f} under the forward pass)",
-        f"fits: GPU {'yes' if result['fits']['gpu'] else 'NO'}, host {'yes' if result['fits']['host'] else 'NO'}",
+        "fits: " + ", ".join(f"{NAMES[place]} {FITS[answer]}" for place, answer in result["fits"].items()),
+        f"needs: a host with {result['host_bytes']['with_margin'] / 1e9:,.0f} GB of free memory, a GPU with "
+        f"{result['gpu_bytes']['total'] / 1e9:,.0f} GB",
         *(f"- {advice}" for advice in result["what_to_change"]),
     ]
     return "\n".join(lines)
@@ -197,4 +219,4 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     print(json.dumps(result, indent=1) if arguments.json else as_table(result))
-    raise SystemExit(0 if all(result["fits"].values()) else 1)
+    raise SystemExit(1 if False in result["fits"].values() else 0)

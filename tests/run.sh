@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # Lint and tests in the environment of examples/install.sh: bash tests/run.sh [--full] [pytest arguments]
-# --full adds the tests marked slow.
+# --full adds the tests marked slow, and keeps the end of the output in docs/full-tests.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-LIMIT=3000 SELECTED=(-m "not slow")
-if [ "${1:-}" = --full ]; then LIMIT=10800 SELECTED=(); shift; fi
+LIMIT=3000 SELECTED=(-m "not slow") LOG=/dev/null
+if [ "${1:-}" = --full ]; then
+    shift
+    LIMIT=10800 SELECTED=(--durations=15) LOG=$(mktemp)
+    trap 'python tests/full_summary.py "$LOG" docs/full-tests.md; rm -f "$LOG"' EXIT
+fi
 
 bash examples/install.sh
 # shellcheck source=/dev/null
@@ -15,4 +19,4 @@ if nvidia-smi --list-gpus >/dev/null 2>&1; then HARDWARE=gpu; else HARDWARE=cpu;
 
 ruff check .
 ruff format --check .
-python examples/bounded_run.py "$LIMIT" python -m pytest "${SELECTED[@]}" "$@"
+python examples/bounded_run.py "$LIMIT" python -m pytest "${SELECTED[@]}" "$@" | tee "$LOG"

@@ -243,6 +243,7 @@ def test_preflight_weighs_the_reference(model_folder):
     assert not problems(0.63, reference=False)
     problem = one(problems(0.63, reference=True))
     assert "more memory" in problem and "use_kl_loss=False" in problem and "\n" not in problem
+    assert "algorithm.use_kl_in_reward=False" in problem  # either term needs the reference
     assert "use_kl_loss" not in one(problems(0.3, reference=False))
 
 

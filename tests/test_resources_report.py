@@ -1,6 +1,7 @@
 """The plan on the command line, against published figures and the plan that the engine checks."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import GptOssConfig, Qwen2Config
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.model_sizes import ModelSizes
 from megatrain_verl.resources import HostPlan
-from megatrain_verl.resources_report import parse_size
+from megatrain_verl.resources_report import parse_size, read_sizes
 from megatrain_verl.streaming.device_plan import device_bytes
 from megatrain_verl.streaming.model_plan import plan_model
 from tests import oracle
@@ -63,6 +64,11 @@ def test_command_line_says_what_fits_and_what_to_change(tmp_path: Path):
     short = run(*arguments, "--host-memory", "64GB")
     assert short.returncode == 1
     assert "host NO" in short.stdout and "without a KL term: 14.2 GiB less" in short.stdout
+    undecided = run(*arguments)
+    assert undecided.returncode == 0 and "host depends on --host-memory" in undecided.stdout
+    assert "needs: a host with 128 GB of free memory, a GPU with" in undecided.stdout
+    small = run(*arguments, "--gpu-memory", "8GB", "--seq-len", "32768")
+    assert small.returncode == 1 and "GPU NO" in small.stdout and "GPU memory: lower --seq-len" in small.stdout
     unknown = run("--model", str(tmp_path / "absent"))
     assert unknown.returncode == 2 and "no config.json" in unknown.stderr
 
@@ -74,3 +80,37 @@ def test_sizes_are_read_with_units(text, size):
     assert parse_size(text) == size
     with pytest.raises(ValueError, match="not a size"):
         parse_size(text + "x!")
+
+
+def test_family_with_its_own_code_is_sized_as_a_llama(tmp_path: Path):
+    """Baichuan2-7B, whose published parameter count this is."""
+    shape = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32}
+    config = {"model_type": "baichuan", "vocab_size": 125696, "tie_word_embeddings": False, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes, model_type = read_sizes(str(tmp_path))
+    assert (sizes.num_parameters, model_type) == (7_505_973_248, "baichuan")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "baichuan", **shape}))
+    with pytest.raises(ValueError, match="does not know model_type 'baichuan' .* it has no vocab_size"):
+        read_sizes(str(tmp_path))
+
+
+def test_120b_on_one_80_gb_card(tmp_path: Path):
+    GptOssConfig().save_pretrained(tmp_path)
+    run_120b = run("--model", str(tmp_path), "--gpu-memory", "80GB", "--rollout", "vllm", "--reference", "--json")
+    assert run_120b.returncode == 0, run_120b.stderr
+    result = json.loads(run_120b.stdout)
+    assert result["fits"] == {"gpu": True, "host": None}
+    assert result["host_bytes"]["total"] == pytest.approx(16 * 116_829_156_672, rel=0.01)
+
+
+CONFIGS = os.environ.get("MODEL_CONFIGS")  # a folder of folders with a config.json each
+
+
+@pytest.mark.skipif(CONFIGS is None, reason="MODEL_CONFIGS names no folder of configurations")
+def test_every_configuration_at_hand_has_a_plan():
+    files = sorted(Path(CONFIGS).glob("*/config.json"))
+    assert files
+    for file in files:
+        sizes, _ = read_sizes(str(file.parent))
+        assert 0 < sizes.active_parameters <= sizes.num_parameters, file
+        assert sum(sizes.unit_sizes) == sizes.num_parameters, file
