@@ -1,4 +1,4 @@
-"""Keep what a full test run ended with: `python full_summary.py LOG MARKDOWN`; nothing without a last line of pytest."""
+"""Keep what a full test run ended with: `python full_summary.py LOG MARKDOWN`; nothing if pytest did not end."""
 
 import platform
 import re
