@@ -383,7 +383,12 @@ class StreamingEngine:
         """A pass that fails in the middle leaves half-used slots and half-added gradients: drop them all."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(
+                    "What helps: fewer tokens per micro-batch; resident_layers=0 (keep nothing more than streaming "
+                    "needs); a smaller head_chunk_tokens; device_activation_gb (layer inputs beyond it go to the host)"
+                )
             self.streams.abandon()
             if self._adamw_config is not None:
                 self.zero_grad()
