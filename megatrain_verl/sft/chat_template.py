@@ -36,23 +36,25 @@ class Encoded:
 class ChatTemplate:
     """A tokenizer's chat template; `kwargs` are further variables of it (`enable_thinking` for instance).
 
+    With `train_on_prompt` every token is trained, whoever's turn it is in.
+
     Raises:
         ValueError: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool = False, **kwargs: Any) -> None:
         if not tokenizer.chat_template:
             raise ValueError(
                 f"the tokenizer of {tokenizer.name_or_path} has no chat template; set model.custom_chat_template"
             )
-        self._tokenizer, self._kwargs = tokenizer, kwargs
+        self._tokenizer, self._kwargs, self._train_on_prompt = tokenizer, kwargs, train_on_prompt
         special = sorted({*tokenizer.all_special_tokens, *_control_tokens(tokenizer)}, key=len, reverse=True)
         self._special_token = re.compile("|".join(map(re.escape, special)) or NOTHING)
         self.takes_tools = tool_text.is_rendered(self.render)
         self._check_plain_text()
 
     def encode(self, conversation: Conversation) -> Encoded:
-        """Tokens of `conversation`; trained are its assistant turns, each with its end-of-turn token.
+        """Tokens of `conversation`; trained are its assistant turns, each with its end-of-turn token (or all of it).
 
         Tools are written into the messages as text if the template does not render them.
 
@@ -63,13 +65,18 @@ class ChatTemplate:
         if not self.takes_tools:
             conversation = tool_text.as_text(conversation)
         try:
-            text, turns = self._assistant_turns(conversation)
+            if self._train_on_prompt:
+                text, turns = self.render(conversation.messages, conversation.tools), []
+            else:
+                text, turns = self._assistant_turns(conversation)
         except TemplateError as error:
             raise UnusableRow(f"the chat template refuses it: {error}") from error
+        if not _is_unicode(text):
+            raise UnusableRow("it has half a character (a lone surrogate)")
         boundaries = [place for start, end in turns for place in (start, self._closed(text, start, end))]
         input_ids, *before = self._tokenize([text, *(text[:place] for place in boundaries)])
         places = [_length_as_prefix(tokens, input_ids) for tokens in before]
-        loss_mask = [0] * len(input_ids)
+        loss_mask = [int(self._train_on_prompt)] * len(input_ids)
         for first, last in zip(places[::2], places[1::2], strict=True):
             loss_mask[first:last] = [1] * (last - first)
         loss_mask[0] = 0  # nothing precedes the first token that could predict it
@@ -185,6 +192,14 @@ def _length_as_prefix(tokens: list[int], whole: list[int]) -> int:
     if whole[: len(tokens)] != tokens:
         raise UnusableRow("the chat template's generation prompt and a turn's text share a token")
     return len(tokens)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

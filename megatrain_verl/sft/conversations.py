@@ -21,8 +21,12 @@ class Conversation:
     tools: list[dict[str, Any]]
 
 
-def to_conversation(row: dict[str, Any], columns: dict[str, str], entry: DatasetEntry) -> Conversation:
+def to_conversation(
+    row: dict[str, Any], columns: dict[str, str], entry: DatasetEntry, system_prompt: str = ""
+) -> Conversation:
     """One row of `entry`, whose columns are `columns`: the format's name of each, and the file's.
+
+    `system_prompt` is the system message of a row that has none.
 
     Raises:
         UnusableRow: a column or message that does not hold what the format says, or nothing to train.
@@ -32,6 +36,7 @@ def to_conversation(row: dict[str, Any], columns: dict[str, str], entry: Dataset
     else:
         messages = _sharegpt(row, columns, entry.tags)
     system = _text(row, columns["system"], required=False) if "system" in columns else ""
+    system = system or system_prompt
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     if messages[0]["role"] == "assistant" or [message["role"] for message in messages[:2]] == ["system", "assistant"]:
@@ -43,8 +48,8 @@ def to_conversation(row: dict[str, Any], columns: dict[str, str], entry: Dataset
 
 def _alpaca(row: dict[str, Any], columns: dict[str, str]) -> list[Message]:
     turns = []
-    history = row[columns["history"]] or [] if "history" in columns else []
-    for turn in history:
+    history = row.get(columns["history"]) or [] if "history" in columns else []
+    for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise UnusableRow(f"column {columns['history']!r} is not a list of pairs of texts")
         turns.append(turn)
@@ -60,15 +65,17 @@ def _alpaca(row: dict[str, Any], columns: dict[str, str]) -> list[Message]:
 
 def _sharegpt(row: dict[str, Any], columns: dict[str, str], tags: dict[str, str]) -> list[Message]:
     column = columns["messages"]
-    if not isinstance(row[column], list) or not row[column]:
+    given = row.get(column)
+    if not isinstance(given, list) or not given:
         raise UnusableRow(f"column {column!r} is not a list of messages")
     messages: list[Message] = []
     open_calls: list[dict[str, Any]] = []
-    for message in row[column]:
-        role, text = _tagged(message, tags, column)
-        if role == "function_tag":
-            open_calls = _tool_calls(text, column, len(messages))
-            messages.append({"role": "assistant", "content": "", "tool_calls": list(open_calls)})
+    for message in given:
+        role, text, calls = _tagged(message, tags, column)
+        if role == "function_tag" or calls:
+            open_calls = _tool_calls(calls or text, column, len(messages))
+            shown = text if calls else ""
+            messages.append({"role": "assistant", "content": shown, "tool_calls": list(open_calls)})
         elif role == "observation_tag":
             call = open_calls.pop(0) if open_calls else None
             answered = {"name": call["function"]["name"], "tool_call_id": call["id"]} if call else {}
@@ -78,10 +85,10 @@ def _sharegpt(row: dict[str, Any], columns: dict[str, str], tags: dict[str, str]
     return messages
 
 
-def _tagged(message: Any, tags: dict[str, str], column: str) -> tuple[str, str]:
-    """The kind of a message, as the name of its tag, and its text."""
+def _tagged(message: Any, tags: dict[str, str], column: str) -> tuple[str, str, list[Any]]:
+    """The kind of a message, as the name of its tag, its text, and the `tool_calls` of OpenAI's format."""
     if not isinstance(message, dict):
-        raise UnusableRow(f"column {column!r} is not a list of messages")
+        raise UnusableRow(f"column {column!r} has a message that is not an object")
     for tag in ("role_tag", "content_tag"):
         if tags[tag] not in message:
             raise UnusableRow(f"column {column!r} has a message without {tags[tag]!r} (tags.{tag})")
@@ -89,20 +96,21 @@ def _tagged(message: Any, tags: dict[str, str], column: str) -> tuple[str, str]:
     kinds = [tag for tag, name in tags.items() if name == role and tag not in ("role_tag", "content_tag")]
     if not kinds:
         raise UnusableRow(f"column {column!r} has a message from {str(role)[:40]!r}, which no tag names")
+    calls = message.get("tool_calls") or [] if kinds[0] == "assistant_tag" else []
+    if not isinstance(calls, list):
+        raise UnusableRow(f"column {column!r} has tool_calls that are not a list")
+    text = "" if text is None and calls else text
     if not isinstance(text, str):
         raise UnusableRow(f"column {column!r} has a message whose {tags['content_tag']!r} is not text")
-    if kinds[0] == "assistant_tag" and not text.strip():
+    if kinds[0] == "assistant_tag" and not text.strip() and not calls:
         raise UnusableRow(f"column {column!r} has an assistant turn without text")
-    return kinds[0], text
+    return kinds[0], text, calls
 
 
-def _tool_calls(text: str, column: str, turn: int) -> list[dict[str, Any]]:
+def _tool_calls(given: str | list[Any], column: str, turn: int) -> list[dict[str, Any]]:
     """The calls of one turn; ids have nine characters, as Mistral's templates demand."""
     reason = f"column {column!r} has a function call that is not JSON with a name and arguments"
-    try:
-        calls = json.loads(text)
-    except ValueError:
-        raise UnusableRow(reason) from None
+    calls = _json(given, reason) if isinstance(given, str) else given
     calls = calls if isinstance(calls, list) else [calls]
     if not calls:
         raise UnusableRow(reason)
@@ -113,33 +121,36 @@ def _tool_calls(text: str, column: str, turn: int) -> list[dict[str, Any]]:
 
 
 def _function(call: Any, reason: str) -> dict[str, Any]:
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        call = call["function"]  # as OpenAI wraps it
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
         raise UnusableRow(reason)
     arguments = call["arguments"]
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise UnusableRow(reason) from None
+    arguments = _json(arguments, reason) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):
         raise UnusableRow(reason)
     return {"name": call["name"], "arguments": arguments}
 
 
+def _json(text: str, reason: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise UnusableRow(reason) from None
+
+
 def _tools(row: dict[str, Any], column: str) -> list[dict[str, Any]]:
     """Schemas of the tools, given as a list or as its JSON text, wrapped as chat templates expect them."""
-    tools = row[column] or "[]"
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError:
-        tools = None
+    reason = f"column {column!r} is not a JSON list of tools"
+    tools = row.get(column) or "[]"
+    tools = _json(tools, reason) if isinstance(tools, str) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UnusableRow(f"column {column!r} is not a JSON list of tools")
+        raise UnusableRow(reason)
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
 def _text(row: dict[str, Any], column: str, *, required: bool = True) -> str:
-    value = row[column]
+    value = row.get(column)
     if value is None:
         value = ""
     if not isinstance(value, str):

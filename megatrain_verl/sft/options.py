@@ -2,8 +2,9 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, ListConfig, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from transformers import PretrainedConfig
 
 from megatrain_verl.sft import dataset
@@ -21,7 +22,7 @@ def prepare(config: DictConfig, device: str) -> None:
     trainer.device = device
     registration.refuse_several_processes(trainer.n_gpus_per_node * trainer.nnodes)
     if data.dataset:
-        _use_registry(data)
+        _use_registry(data, trainer.seed)
     elif not data.train_files:
         raise ValueError("no data: set data.dataset to names in dataset_info.json of data.dataset_dir")
     elif data.truncation == "drop":  # verl's own class cannot drop
@@ -29,6 +30,10 @@ def prepare(config: DictConfig, device: str) -> None:
     evaluates = trainer.test_freq == "after_each_epoch" or trainer.test_freq > 0
     if evaluates and not data.val_files:
         raise ValueError("trainer.test_freq evaluates; set data.val_size or data.val_dataset to what it evaluates on")
+    if data.packing and not data.dataset:
+        raise ValueError("data.packing packs the rows of data.dataset; set it to false with data.train_files")
+    if data.packing and not data.use_dynamic_bsz:
+        raise ValueError("data.packing needs data.use_dynamic_bsz=True: a pack is a micro-batch")
     if data.pad_mode != "no_padding":
         raise ValueError(f"data.pad_mode must be no_padding: megatrain packs rows, got {data.pad_mode}")
     if data.use_dynamic_bsz and data.max_token_len_per_gpu < data.max_length:
@@ -66,7 +71,7 @@ def metrics_path(config: DictConfig) -> Path:
     return Path(os.environ.setdefault("VERL_FILE_LOGGER_PATH", os.path.abspath(default)))
 
 
-def _use_registry(data: DictConfig) -> None:
+def _use_registry(data: DictConfig, seed: int) -> None:
     if data.train_files or data.val_files:
         raise ValueError("data.dataset names the data; set data.train_files and data.val_files to null")
     if data.val_dataset and data.val_size:
@@ -74,13 +79,19 @@ def _use_registry(data: DictConfig) -> None:
     if not data.val_size >= 0:
         raise ValueError(f"data.val_size must be at least 0, got {data.val_size}")
     with open_dict(data):
+        data.seed = seed
         data.custom_cls = {"path": f"pkg://{dataset.__name__}", "name": dataset.ChatDataset.__name__}
-        data.train_files = {"names": _names(data.dataset), "part": "train" if data.val_size else "all"}
+        data.train_files = {"names": names(data.dataset), "part": "train"}
         if data.val_dataset:
-            data.val_files = {"names": _names(data.val_dataset), "part": "all"}
+            data.val_files = {"names": names(data.val_dataset), "part": "all"}
         elif data.val_size:
-            data.val_files = {"names": _names(data.dataset), "part": "held_out"}
+            data.val_files = {"names": names(data.dataset), "part": "held_out"}
 
 
-def _names(names: str | ListConfig) -> list[str]:
-    return [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
+def names(given: str | DictConfig | ListConfig) -> list[str | dict[str, Any]]:
+    """The data sets of data.dataset: names separated by commas, one description, or a list of both."""
+    if isinstance(given, str):
+        given = given.split(",")
+    elif isinstance(given, DictConfig):
+        given = [given]
+    return [name.strip() if isinstance(name, str) else OmegaConf.to_container(name, resolve=True) for name in given]

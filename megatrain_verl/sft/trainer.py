@@ -25,8 +25,9 @@ class SFTTrainer(sft_trainer.SFTTrainer):
             if dataset is None:
                 continue
             if len(dataset) < batch_size:
+                unit = "packs" if getattr(dataset, "packs", None) else "usable rows"
                 raise ValueError(
-                    f"the {kind} data has {len(dataset)} usable rows, less than one batch of "
+                    f"the {kind} data has {len(dataset)} {unit}, less than one batch of "
                     f"data.train_batch_size={batch_size}"
                 )
         if isinstance(self.train_dataset, ChatDataset):
@@ -51,6 +52,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
 
     def _build_dataloader(self) -> None:
         super()._build_dataloader()
+        self.train_sampler.seed = self.config.trainer.seed  # verl would shuffle by the epoch's number alone
         trainer = self.config.trainer
         if trainer.total_training_steps is not None:  # verl ends after total_epochs, without saving, if that is earlier
             trainer.total_epochs = -(-trainer.total_training_steps // len(self.train_dataloader))

@@ -38,10 +38,18 @@ def to_micro_batch(data: TensorDict) -> MicroBatch:
     return MicroBatch(
         input_ids=input_ids.values(),
         position_ids=data["position_ids"].values(),
-        row_lengths=input_ids.offsets().diff().tolist(),
+        row_lengths=row_lengths(data),
         temperature=temperature,
         score_mask=score_mask(data),
     )
+
+
+def row_lengths(data: TensorDict) -> list[int]:
+    """Tokens of each row in `data`. Where positions start at 0 again, a row of the batch is several, packed."""
+    offsets, positions = data["input_ids"].offsets(), data["position_ids"].values()
+    begins = positions == 0
+    begins[offsets[:-1]] = True
+    return torch.cat([begins.nonzero().flatten(), offsets[-1:]]).diff().tolist()
 
 
 def score_mask(data: TensorDict) -> Tensor | None:

@@ -84,8 +84,16 @@ def data_config(folder: Path, **options: Any) -> DictConfig:
         "max_length": 256,
         "truncation": "drop",
         "apply_chat_template_kwargs": {},
+        "system_prompt": None,
+        "train_on_prompt": False,
+        "max_samples": None,
+        "mix_strategy": "concat",
+        "interleave_probs": None,
+        "packing": False,
+        "max_token_len_per_gpu": 256,
         "val_size": 0,
         "train_batch_size": 2,
+        "seed": 1,
     }
     return OmegaConf.create({**defaults, **options})
 

@@ -10,8 +10,8 @@ import torch
 from omegaconf import OmegaConf
 
 from megatrain_verl.sft.conversations import Conversation, UnusableRow, to_conversation
+from megatrain_verl.sft.data_files import read_rows
 from megatrain_verl.sft.dataset import ChatDataset
-from megatrain_verl.sft.json_files import read_rows
 from megatrain_verl.sft.registry import find_datasets
 from tests.sft.cases import alpaca_rows, byte_tokenizer, data_config, write_dataset
 
@@ -39,7 +39,7 @@ def conversations(folder: Path, rows: list[dict[str, Any]], **entry: Any) -> lis
     write_dataset(folder, rows, **entry)
     (found,) = find_datasets(["rows"], folder)
     read, columns = read_rows(found)
-    return [to_conversation(row, columns, found) for row in read]
+    return [to_conversation(row, columns, found) for _, row in read]
 
 
 def dataset(
@@ -126,7 +126,7 @@ BROKEN_FILES = {
     "bad line": (f'{GOOD}\n{{"instruction": }}\n{GOOD}\n', r"rows.json, row 2 \(line 2, column 17\): not JSON"),
     "bad element": (f"[{GOOD},\n{GOOD},\n{{]", r"rows.json, row 3 \(line 3, column 2\): not JSON"),
     "cut off": (f"[{GOOD},\n{GOOD[:-4]}", r"rows.json, row 2 \(line 2, column \d+\): not JSON"),
-    "not an object": (f"{GOOD}\n5\n", "rows.json, row 2: a row must be a JSON object, got 5"),
+    "not an object": (f"{GOOD}\n5\n", "rows.json, row 2 .line 2.: a row must be a JSON object, got 5"),
     "no such column": ('[{"question": "a", "output": "b"}]', "columns.prompt is 'instruction', but .*question, output"),
 }
 BROKEN_ENTRIES = {
@@ -136,7 +136,7 @@ BROKEN_ENTRIES = {
     "tag": ({"formatting": "sharegpt", "tags": {"rol_tag": "a"}}, "'rol_tag' is not a tag .*did you mean role_tag"),
     "mapping": ({"columns": ["prompt"]}, "columns must map names to names"),
     "file": ({"file_name": "absent.json"}, "absent.json does not exist"),
-    "hub": ({"file_name": None}, "has no file_name"),
+    "nowhere": ({"file_name": None}, "has no file_name or hf_hub_url"),
 }
 
 

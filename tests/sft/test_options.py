@@ -48,7 +48,7 @@ def test_defaults_are_verl_with_this_engine() -> None:
 def test_other_data_to_evaluate_on() -> None:
     config = run_config("data.dataset=[a]", "data.val_dataset=b")
     options.prepare(config, "cpu")
-    assert config.data.train_files == {"names": ["a"], "part": "all"}
+    assert config.data.train_files == {"names": ["a"], "part": "train"}
     assert config.data.val_files == {"names": ["b"], "part": "all"}
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain_verl.sft.dataset import ChatDataset
-from tests.sft.cases import alpaca_rows, write_dataset
+from tests.sft.cases import alpaca_rows, data_config, write_dataset
 from tests.verl_backend.cases import save_tiny_model
 
 pytestmark = pytest.mark.timeout(400)
@@ -133,11 +133,10 @@ def _cosine(steps_done: int) -> float:
 
 def _batches(folder: Path) -> Iterator[list[dict[str, Tensor]]]:
     """The batches of the run: verl shuffles by epoch with torch's sampler."""
-    data = {"dataset_dir": str(folder / "data"), "max_length": 64, "truncation": "drop", "val_size": 4}
-    config = OmegaConf.create({**data, "train_batch_size": BATCH, "apply_chat_template_kwargs": {}})
+    config = data_config(folder / "data", max_length=64, val_size=4, train_batch_size=BATCH)
     files = OmegaConf.create({"names": ["rows"], "part": "train"})
     dataset = ChatDataset(files, AutoTokenizer.from_pretrained(folder / "model"), config)
-    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, drop_last=True)
+    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=1, drop_last=True)
     for step in range(STEPS):
         epoch, start = divmod(step * BATCH, len(dataset))
         sampler.set_epoch(epoch)

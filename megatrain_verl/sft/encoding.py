@@ -1,0 +1,194 @@
+"""A data set's rows as tokens, in a file that is mapped into memory: they may be more than memory holds."""
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+from datasets.arrow_writer import ArrowWriter
+from transformers import PreTrainedTokenizerBase
+
+from megatrain_verl.sft.chat_template import ChatTemplate, Encoded
+from megatrain_verl.sft.conversations import UnusableRow, to_conversation
+from megatrain_verl.sft.data_files import read_rows
+from megatrain_verl.sft.registry import DatasetEntry
+
+TRUNCATIONS = ("drop", "error", "right")
+FEATURES = datasets.Features(
+    {
+        "input_ids": datasets.List(datasets.Value("int32")),
+        "loss_mask": datasets.List(datasets.Value("int8")),
+        "length": datasets.Value("int32"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """What is done to each row.
+
+    Attributes:
+        max_length: longest row in tokens.
+        truncation: what happens to longer ones, one of `TRUNCATIONS`.
+        system_prompt: the system message of rows that have none.
+        train_on_prompt: train every token, not only those of assistant turns.
+        template_variables: further variables of the chat template, as JSON text.
+        max_samples: read so many rows only.
+    """
+
+    max_length: int
+    truncation: str = "drop"
+    system_prompt: str = ""
+    train_on_prompt: bool = False
+    template_variables: str = "{}"
+    max_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.truncation not in TRUNCATIONS:
+            raise ValueError(f"data.truncation must be one of {', '.join(TRUNCATIONS)}, got {self.truncation!r}")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ValueError(f"data.max_samples must be a number of rows or null, got {self.max_samples}")
+
+    def template(self, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+        """The tokenizer's chat template with these settings."""
+        return ChatTemplate(tokenizer, train_on_prompt=self.train_on_prompt, **json.loads(self.template_variables))
+
+    def cut(self, encoded: Encoded) -> Encoded:
+        """`encoded` if it is short enough, cut to `max_length` with truncation "right".
+
+        Raises:
+            UnusableRow: it is too long (truncation "drop"), or nothing trained is left of it.
+            ValueError: it is too long (truncation "error").
+        """
+        length = len(encoded.input_ids)
+        if length > self.max_length and self.truncation == "error":
+            raise ValueError(
+                f"{length} tokens are more than data.max_length={self.max_length}; "
+                "raise it, or set data.truncation=drop or right"
+            )
+        if length > self.max_length and self.truncation == "drop":
+            raise UnusableRow(f"longer than data.max_length={self.max_length} tokens")
+        cut = Encoded(encoded.input_ids[: self.max_length], encoded.loss_mask[: self.max_length])
+        if not any(cut.loss_mask):
+            raise UnusableRow(f"no assistant turn within data.max_length={self.max_length} tokens")
+        return cut
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Usable rows with the columns of `FEATURES`, and what the model must know of their tokens.
+
+    `turn_ends` counts the last trained token of each row.
+    """
+
+    rows: datasets.Dataset
+    largest_token: int
+    turn_ends: Counter[int]
+
+
+def encode_dataset(entry: DatasetEntry, tokenizer: PreTrainedTokenizerBase, settings: RowSettings) -> EncodedRows:
+    """Render and tokenize the rows of `entry`; what was dropped is printed with counts by reason.
+
+    The tokens are written to a file in Python's temporary folder (TMPDIR), 5 bytes each, which is mapped and then
+    removed: its space is free when the process ends, however it ends.
+
+    Raises:
+        ValueError: names the file and row, or the option, that is wrong; also if no row is usable.
+    """
+    template = settings.template(tokenizer)
+    report = Report(entry)
+    largest, ends = 0, Counter()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows.arrow"
+            with ArrowWriter(path=str(file), features=FEATURES) as writer:
+                for encoded in usable_rows(entry, template, settings, report):
+                    largest = max(largest, *encoded.input_ids)
+                    ends[encoded.input_ids[_last_trained(encoded)]] += 1
+                    writer.write({**vars(encoded), "length": len(encoded.input_ids)})
+                report.check_some_left()
+                writer.finalize()
+            rows = datasets.Dataset.from_file(str(file))
+    except OSError as error:
+        raise ValueError(
+            f"{entry.source}: its tokens cannot be written to {tempfile.gettempdir()} ({error}); set the environment "
+            "variable TMPDIR to a folder with more space"
+        ) from error
+    report.print()
+    if "tools" in entry.columns and not template.takes_tools:
+        print(
+            "  the chat template does not show tools: they, their calls and results are written as text (Hermes format)"
+        )
+    return EncodedRows(rows, largest, ends)
+
+
+def usable_rows(
+    entry: DatasetEntry, template: ChatTemplate, settings: RowSettings, report: "Report"
+) -> Iterator[Encoded]:
+    """The rows of `entry` that can be trained on; what is dropped goes to `report`.
+
+    Raises:
+        ValueError: names the file and row that is broken.
+    """
+    rows, columns = read_rows(entry)
+    for number, (place, row) in enumerate(rows):
+        if number == settings.max_samples:
+            return
+        try:
+            conversation = to_conversation(row, columns, entry, settings.system_prompt)
+            encoded = settings.cut(template.encode(conversation))
+        except UnusableRow as reason:
+            report.drop(place, str(reason))
+        except ValueError as error:
+            raise ValueError(f"{entry.source}, {place}: {error}") from error
+        else:
+            report.keep(encoded)
+            yield encoded
+
+
+class Report:
+    """How many rows of one data set are used, and why the others are not."""
+
+    def __init__(self, entry: DatasetEntry) -> None:
+        self._entry = entry
+        self._rows = self._tokens = self._trained = 0
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def keep(self, encoded: Encoded) -> None:
+        """Count a usable row."""
+        self._rows += 1
+        self._tokens += len(encoded.input_ids)
+        self._trained += sum(encoded.loss_mask)
+
+    def drop(self, place: str, reason: str) -> None:
+        """Count the row at `place`."""
+        self._counts[reason] += 1
+        self._first.setdefault(reason, place)
+
+    def check_some_left(self) -> None:
+        """Raises:
+        ValueError: every row was dropped.
+        """
+        if not self._rows:
+            dropped = self._counts.total()
+            raise ValueError(f"{self._entry.source} has no usable row of {dropped}: {'; '.join(self._reasons())}")
+
+    def print(self) -> None:
+        """One line, and one per reason."""
+        print(
+            f"data set {self._entry.name}: {self._rows} of {self._rows + self._counts.total()} rows, "
+            f"{self._tokens} tokens, {self._trained} of them trained"
+        )
+        for reason in self._reasons():
+            print(f"  {reason}")
+
+    def _reasons(self) -> list[str]:
+        return [f"{count} dropped: {why} (first: {self._first[why]})" for why, count in self._counts.most_common()]
+
+
+def _last_trained(encoded: Encoded) -> int:
+    return len(encoded.loss_mask) - 1 - encoded.loss_mask[::-1].index(1)
