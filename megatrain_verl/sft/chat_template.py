@@ -190,7 +190,10 @@ class ChatTemplate:
 def _length_as_prefix(tokens: list[int], whole: list[int]) -> int:
     """The number of `tokens`, which must be the first of `whole`."""
     if whole[: len(tokens)] != tokens:
-        raise UnusableRow("the chat template's generation prompt and a turn's text share a token")
+        raise UnusableRow(
+            "the chat template's generation prompt and a turn's text share a token (rows without thinking may need "
+            "+data.apply_chat_template_kwargs.enable_thinking=false)"
+        )
     return len(tokens)
 
 

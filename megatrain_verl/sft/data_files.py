@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas
 import pyarrow
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
@@ -14,7 +15,6 @@ from megatrain_verl.sft.registry import REGISTRY, DatasetEntry
 
 Row = dict[str, Any]
 TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-READ_AS_TEXT = {"csv": {"dtype": str, "keep_default_na": False}}  # an answer "007" or "None" stays what it is
 SAVED = ("state.json", "dataset_dict.json")  # what `Dataset.save_to_disk` leaves in its folder
 LOOK_AHEAD = 1000  # rows whose keys are the columns that a file has
 # What `datasets` raises for a broken file (not all of it documented) and for a hub that cannot be reached.
@@ -84,10 +84,17 @@ def _rows_of_file(file: Path) -> Iterator[Row]:
         yield from read_json(file)
         return
     try:
-        options = READ_AS_TEXT.get(kind, {})
+        options = _as_text(file) if kind == "csv" else {}
         yield from datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True, **options)
     except UNREADABLE as error:
         raise ValueError(f"{file} cannot be read as {kind}: {_root_cause(error)}") from error
+
+
+def _as_text(file: Path) -> dict[str, Any]:
+    """Options of the CSV reader by which an answer "007" or "None" stays what it is."""
+    columns = pandas.read_csv(file, nrows=0).columns
+    features = datasets.Features({column: datasets.Value("string") for column in columns})
+    return {"features": features, "keep_default_na": False}
 
 
 def _saved_rows(entry: DatasetEntry) -> Iterator[Row]:

@@ -49,17 +49,17 @@ class ChatDataset(Dataset):
         max_samples: int = -1,
     ) -> None:
         names, part = OmegaConf.to_container(parquet_files.names, resolve=True), parquet_files.part
-        folder, settings = Path(config.dataset_dir).expanduser(), row_settings(config)
+        folder, settings = folder_of(config), row_settings(config)
         entries = [_entry(name, folder) for name in names]
         self._sources = [_encoded(json.dumps(name), folder, tokenizer, settings) for name in names]
         rows = _part([source.rows for source in self._sources], entries, part, config)
         rows = rows.select(range(min(max_samples, len(rows)))) if max_samples > 0 else rows
-        self._lengths = np.asarray(rows.with_format("numpy")["length"][:])
+        lengths = np.asarray(rows.with_format("numpy")["length"][:])
         self._rows = rows.with_format("torch", columns=["input_ids", "loss_mask"])
         self.packs: list[list[int]] | None = None
         if config.packing and part == "train":
-            self.packs = first_fit_decreasing(self._lengths.tolist(), config.max_token_len_per_gpu)
-            full = self._lengths.sum() / (len(self.packs) * config.max_token_len_per_gpu)
+            self.packs = first_fit_decreasing(lengths.tolist(), config.max_token_len_per_gpu)
+            full = lengths.sum() / (len(self.packs) * config.max_token_len_per_gpu)
             print(f"packing: {len(rows)} rows in {len(self.packs)} packs, {full:.1%} full")
 
     def __len__(self) -> int:
@@ -74,10 +74,6 @@ class ChatDataset(Dataset):
             "loss_mask": torch.cat([row["loss_mask"] for row in rows]),
         }
 
-    def lengths(self) -> np.ndarray:
-        """Tokens of each row, (rows,) int32."""
-        return self._lengths
-
     def largest_token(self) -> int:
         """The largest token id of all usable rows."""
         return max(source.largest_token for source in self._sources)
@@ -85,6 +81,11 @@ class ChatDataset(Dataset):
     def end_of_turn(self) -> int:
         """The token id that most rows' training ends with."""
         return sum((source.turn_ends for source in self._sources), Counter()).most_common(1)[0][0]
+
+
+def folder_of(config: DictConfig) -> Path:
+    """The folder of dataset_info.json that the `data` section `config` names."""
+    return Path(config.dataset_dir).expanduser()
 
 
 def row_settings(config: DictConfig) -> RowSettings:

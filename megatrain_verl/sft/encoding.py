@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import datasets
 from datasets.arrow_writer import ArrowWriter
@@ -17,6 +18,7 @@ from megatrain_verl.sft.data_files import read_rows
 from megatrain_verl.sft.registry import DatasetEntry
 
 TRUNCATIONS = ("drop", "error", "right")
+ROWS_IN_MEMORY = 64
 FEATURES = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int32")),
@@ -104,9 +106,9 @@ def encode_dataset(entry: DatasetEntry, tokenizer: PreTrainedTokenizerBase, sett
     try:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows.arrow"
-            with ArrowWriter(path=str(file), features=FEATURES) as writer:
+            with ArrowWriter(path=str(file), features=FEATURES, writer_batch_size=ROWS_IN_MEMORY) as writer:
                 for encoded in usable_rows(entry, template, settings, report):
-                    largest = max(largest, *encoded.input_ids)
+                    largest = max(largest, max(encoded.input_ids))
                     ends[encoded.input_ids[_last_trained(encoded)]] += 1
                     writer.write({**vars(encoded), "length": len(encoded.input_ids)})
                 report.check_some_left()
@@ -177,14 +179,15 @@ class Report:
             dropped = self._counts.total()
             raise ValueError(f"{self._entry.source} has no usable row of {dropped}: {'; '.join(self._reasons())}")
 
-    def print(self) -> None:
+    def print(self, output: TextIO | None = None) -> None:
         """One line, and one per reason."""
         print(
             f"data set {self._entry.name}: {self._rows} of {self._rows + self._counts.total()} rows, "
-            f"{self._tokens} tokens, {self._trained} of them trained"
+            f"{self._tokens} tokens, {self._trained} of them trained",
+            file=output,
         )
         for reason in self._reasons():
-            print(f"  {reason}")
+            print(f"  {reason}", file=output)
 
     def _reasons(self) -> list[str]:
         return [f"{count} dropped: {why} (first: {self._first[why]})" for why, count in self._counts.most_common()]

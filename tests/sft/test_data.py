@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -93,6 +94,18 @@ def test_json_lines_are_read_like_a_json_array(tmp_path: Path) -> None:
     as_array, as_lines = (dataset(write_dataset(tmp_path / kind, given)) for kind, given in (("a", rows), ("l", lines)))
     assert len(as_array) == len(as_lines) == 3
     assert all(torch.equal(as_array[row]["input_ids"], as_lines[row]["input_ids"]) for row in range(3))
+
+
+def test_tokens_are_mapped_from_a_file_that_nothing_can_leave_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokens").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tokens"))
+    before = pyarrow.total_allocated_bytes()
+    data = dataset(write_dataset(tmp_path, alpaca_rows(200)))
+    taken = pyarrow.total_allocated_bytes() - before
+    assert data._rows.data.nbytes > 200 * 40 * 5 and taken < 10_000
+    assert not list((tmp_path / "tokens").iterdir()) and len(data[199]["input_ids"]) > 40
 
 
 def test_rows_in_the_shape_that_verl_collates(tmp_path: Path) -> None:
