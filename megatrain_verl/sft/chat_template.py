@@ -36,7 +36,7 @@ class Encoded:
 class ChatTemplate:
     """A tokenizer's chat template; `kwargs` are further variables of it (`enable_thinking` for instance).
 
-    With `train_on_prompt` every token is trained, whoever's turn it is in.
+    With `train_on_prompt` every token up to the last end-of-turn token is trained, whoever's turn it is in.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -66,7 +66,8 @@ class ChatTemplate:
             conversation = tool_text.as_text(conversation)
         try:
             if self._train_on_prompt:
-                text, turns = self.render(conversation.messages, conversation.tools), []
+                text = self.render(conversation.messages, conversation.tools)
+                turns = [(0, len(text))]
             else:
                 text, turns = self._assistant_turns(conversation)
         except TemplateError as error:
@@ -76,7 +77,7 @@ class ChatTemplate:
         boundaries = [place for start, end in turns for place in (start, self._closed(text, start, end))]
         input_ids, *before = self._tokenize([text, *(text[:place] for place in boundaries)])
         places = [_length_as_prefix(tokens, input_ids) for tokens in before]
-        loss_mask = [int(self._train_on_prompt)] * len(input_ids)
+        loss_mask = [0] * len(input_ids)
         for first, last in zip(places[::2], places[1::2], strict=True):
             loss_mask[first:last] = [1] * (last - first)
         loss_mask[0] = 0  # nothing precedes the first token that could predict it

@@ -172,8 +172,10 @@ class Report:
         self._first.setdefault(reason, place)
 
     def check_some_left(self) -> None:
-        """Raises:
-        ValueError: every row was dropped.
+        """Refuse to go on without a row.
+
+        Raises:
+            ValueError: every row was dropped; says why.
         """
         if not self._rows:
             dropped = self._counts.total()

@@ -4,6 +4,7 @@ Such a file has the sections model, dataset, training, optimizer, memory and log
 reference's default: 96 rows and 1024 tokens, 100 steps, a constant learning rate of 1e-5.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ CHOICES = {
     "optimizer.type": ("deepspeed_adam", "adamw"),
 }
 MICRO_BATCH_TOKENS = 8192
+INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def expand(arguments: list[str]) -> list[str]:
@@ -208,14 +210,14 @@ def _devices(settings: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _quoted(value: Any) -> str:
-    """`value` in Hydra's override grammar, where a backslash escapes only quotes; OmegaConf's `${` is escaped."""
+    """`value` in Hydra's override grammar, where backslashes count before quotes only; OmegaConf's `${` is escaped."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{_quoted(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_quoted, value)) + "]"
     if not isinstance(value, str):
         return str(value)
-    text, quote = value.replace("${", "\\${"), "'"
+    text, quote = INTERPOLATION.sub(r"\1\1\\${", value), "'"
     parts = [part + "\\" * _trailing_backslashes(part) for part in text.split(quote)]
     return quote + f"\\{quote}".join(parts) + quote
 

@@ -91,7 +91,7 @@ def test_all_tokens_may_be_trained_and_rows_without_system_message_get_one(folde
     (folder / "dataset_info.json").write_text('{"rows": {"file_name": "rows.json", "formatting": "sharegpt"}}')
     output, config = io.StringIO(), data_config(folder, system_prompt="Given.", train_on_prompt=True)
     inspect.show("rows", byte_tokenizer("chatml"), config, 2, output)
-    chat = "\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>\n⟧"
+    chat = "\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>⟧\n"
     # The first token is never trained: nothing precedes it.
     assert f"<|im_start|>⟦system\nOwn.<|im_end|>{chat}" in output.getvalue()
     assert f"<|im_start|>⟦system\nGiven.<|im_end|>{chat}" in output.getvalue()

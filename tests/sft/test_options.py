@@ -79,6 +79,11 @@ REFUSED = {
     "nothing per epoch": (["trainer.test_freq=after_each_epoch"], "set data.val_size or data.val_dataset"),
     "negative share": (["data.val_size=-1"], "data.val_size must be at least 0"),
     "padding": (["data.pad_mode=right"], "data.pad_mode must be no_padding"),
+    "packing": (["data.packing=true", "data.use_dynamic_bsz=False"], "data.packing needs data.use_dynamic_bsz=True"),
+    "packing of other data": (
+        ["data.packing=true", "data.dataset=null", "data.train_files=a"],
+        "data.packing packs the rows of data.dataset",
+    ),
     "micro-batch": (["data.max_token_len_per_gpu=100"], "max_token_len_per_gpu=100 is less than data.max_length=2048"),
     "fixed micro-batch": (
         ["data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=5"],
