@@ -90,8 +90,11 @@ def _use_registry(data: DictConfig, seed: int) -> None:
 
 def names(given: str | DictConfig | ListConfig) -> list[str | dict[str, Any]]:
     """The data sets of data.dataset: names separated by commas, one description, or a list of both."""
-    if isinstance(given, str):
-        given = given.split(",")
-    elif isinstance(given, DictConfig):
+    if isinstance(given, DictConfig):
         given = [given]
-    return [name.strip() if isinstance(name, str) else OmegaConf.to_container(name, resolve=True) for name in given]
+    elif not isinstance(given, ListConfig):
+        given = str(given).split(",")
+    return [
+        OmegaConf.to_container(item, resolve=True) if isinstance(item, DictConfig) else str(item).strip()
+        for item in given
+    ]

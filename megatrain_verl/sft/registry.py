@@ -1,6 +1,7 @@
 """`dataset_info.json`, LLaMA-Factory's registry of data sets: where the rows are, and how their columns are called."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +168,7 @@ def _source(entry: dict[str, Any], folder: Path, where: str) -> dict[str, Any]:
     if not file_name:
         raise ValueError(f"{where} has no file_name or hf_hub_url; other hubs and scripts are not supported")
     file = folder / file_name
-    if not file.exists():
+    if not os.path.exists(file):  # False, not an error, for a name that no file can have
         raise ValueError(f"{where}: {file} does not exist")
     return {"hub_name": None, "file": file, **hub}
 
