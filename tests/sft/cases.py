@@ -27,6 +27,13 @@ TEMPLATES = {
         "{{ parts[0].removeprefix('<think>').strip() if parts[1:] else '' }}\n</think>\n\n{% endif %}"
         "{{ parts[-1].lstrip() }}<|im_end|>\n{% endfor %}" + PROMPT
     ),
+    # The prompt opens the thinking, and closes it again if none is wanted.
+    "prompts to think": (
+        LAST_USER + "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > "
+        "last.user %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% if enable_thinking is defined and "
+        "not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
+    ),
     "tools": (
         "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
         "<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}CALL "

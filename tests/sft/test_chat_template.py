@@ -81,6 +81,16 @@ def test_template_that_drops_earlier_thinking_aligns() -> None:
     ]
 
 
+def test_thinking_that_the_prompt_closes_is_not_trained() -> None:
+    tokenizer, chat = byte_tokenizer("prompts to think", merge_newlines=True), conversation(THREE_TURNS)
+    with pytest.raises(UnusableRow, match="share a token .*enable_thinking=false"):
+        ChatTemplate(tokenizer).encode(chat)
+    encoded = ChatTemplate(tokenizer, enable_thinking=False).encode(chat)
+    tokens = [token for token, trained in zip(encoded.input_ids, encoded.loss_mask, strict=True) if trained]
+    assert tokenizer.decode(tokens) == "Answer 1 <|im_end|>Answer 2\n<|im_end|>Answer 3<|im_end|>"
+    assert tokenizer.decode(encoded.input_ids).count("</think>") == 1
+
+
 def test_template_shows_tools_in_its_own_way() -> None:
     shown = pieces("tools", Conversation(TOOL_CHAT, [SEARCH]))
     assert [text for text, is_trained in shown if is_trained] == [
