@@ -24,6 +24,7 @@ OPTIONS = [
     "optim.lr_scheduler_type=constant",
     "optim.lr_warmup_steps_ratio=0",
     "checkpoint.save_contents=[]",
+    "trainer.seed=0",  # of the order of the rows, as in the plain loop
     "trainer.default_local_dir=out",
 ]
 
