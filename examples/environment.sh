@@ -9,6 +9,8 @@ export RAY_memory_monitor_refresh_ms=0
 if [ "$1" = cpu ]; then
     export VERL_PLATFORM=cpu VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}  # GiB
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
+    # Trainer, vLLM and others share the cores: a thread that waits must sleep, not spin on a core that another needs.
+    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
     # torch.compile costs more at start than it gains in so short a run.
     export TORCHDYNAMO_DISABLE=1
     # glibc: keep freed memory instead of handing it back and faulting it in again at every step.

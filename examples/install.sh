@@ -57,14 +57,14 @@ echo "install: the $SET set into .venv, a few minutes; details in $LOG"
 step "pip" pip install --upgrade "pip>=24"
 "install_$SET"
 step "megatrain_verl" pip install --no-deps --no-build-isolation -e .
-# Compiled here once instead of in the first run. Without a compiler the engine takes torch's AdamW and says so.
+# For optimizer_backend=deepspeed only; the default is the engine's own C kernel, which is compiled at first use.
 # Of an earlier build that was killed a lock may be left, for which the compilation would wait for ever.
 export TORCH_EXTENSIONS_DIR=$VIRTUAL_ENV/torch_extensions
 rm -rf "$TORCH_EXTENSIONS_DIR"
 echo "install: compiling DeepSpeed's CPUAdam"
 if ! timeout 600 python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)' >>"$LOG" 2>&1; then
     rm -rf "$TORCH_EXTENSIONS_DIR"
-    echo "install: it cannot be compiled here (see $LOG); the engine will take torch's fused AdamW"
+    echo "install: it cannot be compiled here (see $LOG); optimizer_backend=deepspeed, which is not the default, needs it"
 fi
 echo "$WANTED" >"$STAMP"
 echo "install: done in $SECONDS s"

@@ -14,10 +14,11 @@ METRIC = re.compile(r"(\S+):(?:np\.\w+\()?(-?\d[\d.]*(?:e[+-]?\d+)?|nan|-?inf)\b
 KEPT = re.compile(r"Saving checkpoint")
 RAY_PREFIX = re.compile(r"^(\x1b\[\d+m)?\(\w+ pid=\d+\)(\x1b\[0m)? ")
 METRICS = {  # name shown: how verl's name starts
+    "loss": "train/loss",
     "reward": "critic/rewards/mean",
     "KL loss": "actor/kl_loss",
     "entropy": "actor/entropy",
-    "gradient norm": "actor/grad_norm",
+    "gradient norm": ("actor/grad_norm", "train/grad_norm"),
     "rollout diff": "training/rollout_probs_diff_max",
     "held-out accuracy": "val-core/",
     "seconds": "timing_s/step",

@@ -1,25 +1,21 @@
-"""The examples: data, rewards, model conversion, preflight, clean-up, and the tiny quickstart from end to end."""
+"""The examples: model conversion, GSM8K, progress, preflight, and clean-up."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pandas as pd
-import plot
 import preflight
 import prepare_gsm8k
 import psutil
 import pytest
 import torch
 from gguf_weights import convert, hf_name
-from make_data import write
-from reward import compute_score, digit_share
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -31,46 +27,6 @@ SCRIPTS = [*ROOT.glob("examples/*.sh"), ROOT / "tests/run.sh", ROOT / ".ci/run"]
 def test_script_is_valid_bash(script):
     result = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
-
-
-def test_sums_are_complete_right_and_held_out(tmp_path):
-    write(tmp_path)
-    train, test = (pd.read_parquet(tmp_path / f"{split}.parquet") for split in ("train", "test"))
-    assert (len(train), len(test)) == (56, 25)
-    texts = [messages[0]["content"] for messages in pd.concat([train, test])["prompt"]]
-    assert len(set(texts)) == 81
-    for text, model in zip(texts, pd.concat([train, test])["reward_model"], strict=True):
-        a, b = (int(word) for word in text.strip("?").split() if word.isdigit())
-        assert int(model["ground_truth"]) == a + b
-
-
-@pytest.mark.parametrize(
-    "response, reward",
-    [
-        ("The answer is 12.", 1.0),
-        ("12", 1.0),
-        ("5+7=12, so 12", 1.0),
-        ("**12**", 1.0),
-        ("112", 0.0),
-        ("123", 0.0),
-        ("12.5", 0.0),
-        ("3.12", 0.0),
-        ("1 2", 0.0),
-        ("twelve", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_reward_wants_the_right_number_as_a_whole(response, reward):
-    assert compute_score("one_digit_sums", response, "12") == reward
-
-
-def test_one_is_not_found_in_twelve():
-    assert compute_score("one_digit_sums", "it is 12", "1") == 0.0
-
-
-def test_digit_share():
-    assert digit_share("", "a1b2", "") == 0.5
-    assert digit_share("", "", "") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -179,32 +135,22 @@ def test_a_gsm8k_answer_without_mark_is_refused():
         prepare_gsm8k.row({"question": "?", "answer": "42"}, "test", 3)
 
 
-METRICS = [
-    {"step": 0, "data": {"val-core/one_digit_sums/reward/mean@1": 0.125}},
-    {"step": 1, "data": {"critic/rewards/mean": 0.25, "actor/grad_norm": 1.0}},
-    {"step": 2, "data": {"critic/rewards/mean": 0.5, "val-core/one_digit_sums/reward/mean@1": 0.75}},
-]
-
-
-def test_plot_and_summary(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in METRICS))
-    rows = plot.read(file)
-    plot.plot(rows, tmp_path / "rewards.png")
-    assert (tmp_path / "rewards.png").read_bytes()[:4] == b"\x89PNG"
-    assert plot.summary(rows) == "reward 0.250 -> 0.500 in 2 steps, held-out accuracy 0.125 -> 0.750"
-
-
 def test_progress_shows_steps_and_logs_everything(tmp_path):
     noise = "\x1b[36m(pid=7)\x1b[0m a warning\n"
     bar = "\x1b[36m(TaskRunnerV1 pid=7)\x1b[0m Training Progress:  50%|##   | 1/2\rTraining Progress: 100%|####| 2/2\n"
     step = (
         "\x1b[36m(TaskRunnerV1 pid=7)\x1b[0m step:2 - actor/kl_loss:1e-05 - critic/rewards/mean:np.float64(0.5) - x:y\n"
     )
+    sft = "step:3 - train/loss:2.25 - train/grad_norm:57.05 - train/lr:2e-05\n"
     command = [sys.executable, ROOT / "examples/progress.py", tmp_path / "log"]
-    result = subprocess.run(command, input=noise + bar + step, capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == ["50%|##   | 1/2", "100%|####| 2/2", "step 2: reward 0.5, KL loss 1e-05"]
-    assert (tmp_path / "log").read_text() == noise + bar.replace("\r", "\n") + step
+    result = subprocess.run(command, input=noise + bar + step + sft, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [
+        "50%|##   | 1/2",
+        "100%|####| 2/2",
+        "step 2: reward 0.5, KL loss 1e-05",
+        "step 3: loss 2.25, gradient norm 57",
+    ]
+    assert (tmp_path / "log").read_text() == noise + bar.replace("\r", "\n") + step + sft
 
 
 @pytest.fixture
@@ -312,30 +258,3 @@ def test_a_bounded_run_removes_the_shared_memory_of_killed_processes_only():
     finally:
         for path in (Path(name), others):
             path.unlink(missing_ok=True)
-
-
-@pytest.mark.ray
-@pytest.mark.timeout(700)
-def test_tiny_quickstart(tmp_path):
-    """From the model to the export, in the environment that the tests run in."""
-    environment = {**os.environ, "QUICKSTART_OUTPUT": str(tmp_path)}
-    command = ["bash", ROOT / "examples/run_quickstart.sh", "--tiny"]
-    start = time.monotonic()
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=600)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # bounded_run.py then ends Ray and vLLM
-            output, _ = process.communicate(timeout=60)
-    print(output, f"{time.monotonic() - start:.0f} s")
-    assert process.returncode == 0, output[-3000:]
-    rows = plot.read(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(row["training/rollout_probs_diff_max"] <= 1e-3 for row in rows)
-    assert rows[1]["actor/kl_loss"] > 0  # the reference is not the trained policy
-    assert (tmp_path / "rewards.png").stat().st_size > 1000
-    export = tmp_path / "checkpoints/global_step_3/actor/huggingface"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
-    assert model.config.vocab_size == len(tokenizer)

@@ -43,7 +43,7 @@ def check_exports(output: Path, start: Path, steps: int) -> list[float]:
     Raises:
         ValueError: an export is missing, or a step changes so little that the other check would not notice.
     """
-    folders = [output / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface" for step in range(1, steps + 1)]
+    folders = [output / f"global_step_{step}" / "actor" / "huggingface" for step in range(1, steps + 1)]
     for folder in folders:
         if not (folder / "config.json").exists():
             raise ValueError(f"there is no Hugging Face export in {folder}")

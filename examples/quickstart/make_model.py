@@ -71,7 +71,7 @@ def _tiny_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((f"What is {a} + {b}? It is {a + b}." for a in range(30) for b in range(30)), trainer)
+    tokenizer.train_from_iterator((f"{a}+{b}=#### {a + b}" for a in range(10, 100) for b in range(1, 10)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",

@@ -1,4 +1,8 @@
-"""Reward per step and held-out accuracy as a PNG: `python plot.py METRICS_JSONL PNG`."""
+"""What the quickstart did, as a PNG: `python plot.py GRPO_METRICS_JSONL PNG START SFT GRPO`.
+
+Four panels: accuracy on the held-out sums of each stage (files of evaluate.py), and for each GRPO step the mean reward,
+the KL divergence from the model that GRPO started from, and the entropy of the policy.
+"""
 
 import argparse
 import json
@@ -6,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import verdict
+from matplotlib.axes import Axes
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-REWARD = "critic/rewards/mean"
-ACCURACY_PREFIX = "val-core/"
+PANELS = {  # verl's metric: what the axis says
+    "critic/rewards/mean": "mean reward of the rollouts",
+    "actor/kl_loss": "KL from the SFT model, nats per token",
+    "actor/entropy": "entropy, nats per token",
+}
 
 
 def read(metrics_file: Path) -> list[dict[str, Any]]:
@@ -20,44 +29,43 @@ def read(metrics_file: Path) -> list[dict[str, Any]]:
     return [{"step": line["step"], **line["data"]} for line in lines]
 
 
-def series(rows: list[dict[str, Any]], prefix: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the first metric whose name starts with `prefix`, at the steps that have one."""
-    steps, values = [], []
-    for row in rows:
-        for name in sorted(row):
-            if name.startswith(prefix):
-                steps.append(row["step"])
-                values.append(row[name])
-                break
-    return steps, values
+def series(rows: list[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:
+    """Steps and values of `metric`, at the steps that have it.
+
+    Raises:
+        ValueError: none has.
+    """
+    found = [(row["step"], row[metric]) for row in rows if metric in row]
+    if not found:
+        raise ValueError(f"no step has the metric {metric}")
+    steps, values = zip(*found, strict=True)
+    return list(steps), list(values)
 
 
-def plot(rows: list[dict[str, Any]], png: Path) -> None:
-    """Draw the mean reward of each step's rollouts and, where there was a validation, the accuracy."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(*series(rows, REWARD), marker=".", label="mean reward of the rollouts")
-    steps, accuracy = series(rows, ACCURACY_PREFIX)
-    if steps:
-        axes.plot(steps, accuracy, marker="o", label="accuracy on held-out sums (greedy)")
-    axes.set(xlabel="GRPO step", ylabel="reward, accuracy", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(png, dpi=150)
+def draw_accuracies(axes: Axes, accuracies: list[float], sums: int) -> None:
+    """A bar per stage."""
+    bars = axes.bar(verdict.STAGES, accuracies, color=["tab:gray", "tab:orange", "tab:blue"])
+    axes.bar_label(bars, fmt="%.3f")
+    axes.set(ylim=(0, 1.08), ylabel=f"accuracy on {sums} held-out sums")
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
-    """One line: the reward at the first and last step, and the accuracy if it was measured."""
-    _, rewards = series(rows, REWARD)
-    text = f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f} in {len(rewards)} steps"
-    _, accuracy = series(rows, ACCURACY_PREFIX)
-    return text + (f", held-out accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else "")
+def plot(rows: list[dict[str, Any]], stages: list[verdict.Scores], png: Path) -> None:
+    """Draw the four panels."""
+    figure, grid = plt.subplots(2, 2, figsize=(9, 6), layout="constrained")
+    first, *others = grid.flat
+    draw_accuracies(first, [verdict.accuracy(scores) for scores in stages], len(stages[0]))
+    for axes, (metric, label) in zip(others, PANELS.items(), strict=True):
+        axes.plot(*series(rows, metric), marker=".")
+        axes.set(xlabel="GRPO step", ylabel=label)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    figure.savefig(png, dpi=110)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics_file", type=Path)
     parser.add_argument("png", type=Path)
+    parser.add_argument("answers", type=Path, nargs=3, help="at start, after SFT, after GRPO")
     arguments = parser.parse_args()
-    logged = read(arguments.metrics_file)
-    plot(logged, arguments.png)
-    print(f"quickstart: {summary(logged)}")
+    plot(read(arguments.metrics_file), [verdict.read(file) for file in arguments.answers], arguments.png)
