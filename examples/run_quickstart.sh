@@ -7,6 +7,7 @@
 # Everything goes to outputs/quickstart (or QUICKSTART_OUTPUT): data, answers, sft, grpo, quickstart.png. The results of
 # an earlier run there are deleted at the start.
 set -euo pipefail
+if [ -n "${QUICKSTART_OUTPUT:-}" ]; then QUICKSTART_OUTPUT=$(realpath --canonicalize-missing "$QUICKSTART_OUTPUT"); fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TINY=()
@@ -29,9 +30,12 @@ if [ ${#TINY[@]} -gt 0 ]; then
         reward.custom_reward_function.name=digit_share)
 fi
 
+GRPO=(megatrain_verl.main_ppo --config-dir configs/rl --config-name quickstart "hardware=$HARDWARE"
+    "${GRPO_OVERRIDES[@]}" "$@")
+
 fail() { echo "quickstart: $*" >&2; exit 1; }
 
-train() {  # train STAGE SECONDS MODULE ARGUMENTS...: its metrics and log go to STAGE; if it fails, the log's end is shown
+train() {  # train STAGE SECONDS MODULE ARGUMENTS...: metrics and log go to the folder STAGE
     local folder=$QUICKSTART_OUTPUT/$1 limit=$2; shift 2
     mkdir -p "$folder"
     if ! VERL_FILE_LOGGER_PATH=$folder/metrics.jsonl python examples/bounded_run.py "$limit" python -m "$@" 2>&1 |
@@ -43,6 +47,10 @@ train() {  # train STAGE SECONDS MODULE ARGUMENTS...: its metrics and log go to 
 
 answer() { python examples/quickstart/evaluate.py "$1" "$QUICKSTART_OUTPUT/data/test.parquet" "$2"; }
 
+# A mistyped override shows now, not after the SFT.
+if [ $# -gt 0 ]; then
+    python -m "${GRPO[@]}" --cfg job >/dev/null || fail "these overrides do not fit configs/rl/quickstart.yaml: $*"
+fi
 mkdir -p "$QUICKSTART_OUTPUT" outputs/models
 exec 9>"$QUICKSTART_OUTPUT/lock"
 flock --nonblock 9 || fail "another run writes to $QUICKSTART_OUTPUT; wait for it or set QUICKSTART_OUTPUT"
@@ -61,12 +69,12 @@ QUICKSTART_SFT_MODEL=$(ls -d "$QUICKSTART_OUTPUT"/sft/global_step_*/huggingface)
 answer "$QUICKSTART_SFT_MODEL" "${ANSWERS[1]}"
 
 echo "quickstart: GRPO; Ray and vLLM need a minute or two to start (all they print: $QUICKSTART_OUTPUT/grpo/train.log)"
-train grpo 3600 megatrain_verl.main_ppo --config-dir configs/rl --config-name quickstart "hardware=$HARDWARE" \
-    "${GRPO_OVERRIDES[@]}" "$@"
+train grpo 3600 "${GRPO[@]}"
 TRAINED=$(find "$QUICKSTART_OUTPUT"/grpo -path '*/actor/huggingface' | sort -V | tail -n 1)
 answer "$TRAINED" "${ANSWERS[2]}"
 
-python examples/quickstart/plot.py "$QUICKSTART_OUTPUT"/grpo/metrics.jsonl "$QUICKSTART_OUTPUT"/quickstart.png "${ANSWERS[@]}"
+python examples/quickstart/plot.py \
+    "$QUICKSTART_OUTPUT/grpo/metrics.jsonl" "$QUICKSTART_OUTPUT/quickstart.png" "${ANSWERS[@]}"
 echo "quickstart: plot, metrics and logs are in $QUICKSTART_OUTPUT, the trained model in $TRAINED"
 if [ ${#TINY[@]} -gt 0 ]; then
     python examples/quickstart/check_tiny.py "$QUICKSTART_OUTPUT/grpo" "$QUICKSTART_SFT_MODEL"

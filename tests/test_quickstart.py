@@ -96,19 +96,25 @@ def test_p_value_is_that_of_the_sign_test():
         ((10, 5, 5), ["after SFT: 0 sums gained, 5 lost", "after GRPO: 0 sums gained, 0 lost"]),
     ],
 )
-def test_verdict_wants_a_significant_gain_of_each_stage(tmp_path, right, failed):
+def test_verdict_wants_a_significant_gain_of_each_stage(tmp_path, capsys, right, failed):
     files = [answers(tmp_path, f"{index}.jsonl", count) for index, count in enumerate(right)]
-    command = [sys.executable, ROOT / "examples/quickstart/verdict.py", *files, "--seconds", "61"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    assert verdict.main(files, seconds=61, claim=True) is not bool(failed)
+    printed = capsys.readouterr()
     start, sft, grpo = (f"{count / 20:.3f}" for count in right)
-    assert result.stdout.splitlines()[-1] == (
+    assert printed.out.splitlines()[-1] == (
         f"quickstart: accuracy {start} -> {sft} -> {grpo} (start, after SFT, after GRPO; 20 held-out sums), 61 s"
     )
-    assert result.returncode == (1 if failed else 0)
-    complaints = result.stderr.splitlines()
+    complaints = printed.err.splitlines()
     assert len(complaints) == len(failed)
     assert all("FAILED" in line and reason in line for line, reason in zip(complaints, failed, strict=True))
-    assert subprocess.run([*command, "--no-claim"], capture_output=True).returncode == 0
+    assert verdict.main(files, seconds=61, claim=False)
+
+
+@pytest.mark.parametrize(("right", "option", "status"), [(10, [], 1), (20, [], 0), (10, ["--no-claim"], 0)])
+def test_verdict_is_the_exit_status(tmp_path, right, option, status):
+    files = [answers(tmp_path, f"{index}.jsonl", count) for index, count in enumerate((0, 10, right))]
+    command = [sys.executable, ROOT / "examples/quickstart/verdict.py", *files, "--seconds", "61", *option]
+    assert subprocess.run(command, capture_output=True).returncode == status
 
 
 def test_verdict_refuses_answers_to_other_prompts(tmp_path):
