@@ -5,6 +5,8 @@ export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=${VLLM
 if [ -d "${VIRTUAL_ENV:-}/torch_extensions" ]; then export TORCH_EXTENSIONS_DIR=$VIRTUAL_ENV/torch_extensions; fi
 # Ray kills workers when a machine is 95% full; the engine's arenas are planned and checked before they are allocated.
 export RAY_memory_monitor_refresh_ms=0
+# Ray's workers start with niceness 15: whatever else runs on the machine would slow the training down many times.
+export RAY_worker_niceness=${RAY_worker_niceness:-0}
 
 if [ "$1" = cpu ]; then
     export VERL_PLATFORM=cpu VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}  # GiB
