@@ -23,6 +23,7 @@ from megatrain_verl.streaming.streams import Event, Streams
 
 STAGING_ELEMENTS = 32 << 20  # converted and sent at a time: converting is 20 times faster than sending
 SLAB_ELEMENTS = 16 << 20
+SQUARES_ELEMENTS = 4 << 20  # of which the sum of squares is taken at a time: 32 MiB in float64
 
 
 @dataclass
@@ -146,7 +147,7 @@ class GradientPath:
             return
         gradient = accumulator.buffer[: unit.plan.numel]
         square = self._squares[self._position[unit.plan.name]]
-        self._streams.compute.run(partial(_sum_of_squares, gradient, square))
+        self._streams.compute.run(lambda: square.copy_(_sum_of_squares(gradient)))
         self._streams.grad.wait(self._streams.compute.record(), f"{accumulator.name} complete")
         if self.pending:
             self._send_through_slabs(gradient, unit.grad)
@@ -188,8 +189,7 @@ class GradientPath:
         """Global L2 norm of the gradients on the host, after `wait_landed`."""
         if not self._added_on_host:
             return math.sqrt(self._squares.sum().item())
-        squares = (torch.linalg.vector_norm(unit.grad, dtype=torch.float64).square() for unit in self._state.units)
-        return math.sqrt(sum(square.item() for square in squares))
+        return math.sqrt(sum(_sum_of_squares(unit.grad).item() for unit in self._state.units))
 
     def close(self) -> None:
         """Release the slabs."""
@@ -220,8 +220,10 @@ class GradientPath:
         return self._slabs
 
 
-def _sum_of_squares(gradient: Tensor, out: Tensor) -> None:
-    out.copy_(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+def _sum_of_squares(gradient: Tensor) -> Tensor:
+    """In float64, (). torch converts what it sums to a float64 copy, hence in parts."""
+    parts = gradient.split(SQUARES_ELEMENTS)
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square().sum()
 
 
 def _send(gradient: Tensor, arena: Tensor, staging: Tensor) -> None:
