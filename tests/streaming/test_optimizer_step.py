@@ -92,6 +92,24 @@ def test_an_error_in_the_optimizer_thread_names_its_unit_at_the_next_wait(setup)
             attempt()
 
 
+@pytest.mark.parametrize("settings", [{}, {"wave_tokens": 14, "dtype": "bfloat16"}], ids=["calls", "waves"])
+def test_an_error_in_the_adder_thread_is_raised_at_the_next_wait(settings):
+    config = oracle.tiny_config("qwen2")
+    engine = oracle.make_engine(oracle.plain_model(config), config, AdamWConfig(lr=1e-2), **settings)
+    if not settings:
+        backward(engine)  # the next call adds to its gradients
+    before = {name: weight.clone() for name, weight in oracle.masters(engine).items()}
+    engine.streams.adder.run(lambda: torch.zeros(2).add_(torch.zeros(3)))
+    rows = oracle.random_rows([9, 14])
+    for _ in range(2):  # an engine that has lost a gradient never goes on
+        with pytest.raises(RuntimeError, match="gradient adder thread failed: The size of tensor"):
+            engine.forward_backward(oracle.split_micro_batches(rows, 1), mean_loss(23))
+            engine.optimizer_step()
+    assert engine.step_count == 0 and same(oracle.masters(engine), before)
+    with pytest.raises(RuntimeError, match="gradient adder thread failed"):
+        engine.close()
+
+
 def test_a_nan_gradient_changes_nothing_and_is_not_counted(setup):
     engine, control = setup(), setup()
     for each in (engine, control):
