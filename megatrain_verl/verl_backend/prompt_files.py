@@ -1,6 +1,8 @@
 """Checks of verl's prompt files, with verl's own reader and length filter."""
 
+import logging
 import os
+from pathlib import Path
 
 import pyarrow.parquet
 from datasets.exceptions import DatasetGenerationError
@@ -9,21 +11,26 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
+from megatrain_verl.sft.json_files import read_json
+
+logger = logging.getLogger(__name__)
 ROW = "megatrain_verl_row"
 
 
 def check(data: DictConfig, tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin | None) -> None:
     """Refuse prompt files from which verl could not train; `data` is verl's `data` section.
 
+    Prompts that verl will drop are counted in the log.
+
     Raises:
-        ValueError: a missing, unreadable or empty file; fewer usable prompts than one training batch; a prompt over
-            `data.max_prompt_length` that `data` does not say to drop or to cut. (verl's agent loop would cut it on
-            the left with `data.truncation=error` too.)
+        ValueError: a missing, unreadable or empty file; no column `data.prompt_key`, or a row in which it does not
+            hold messages (verl would count it as too long); fewer usable prompts than one training batch; a prompt
+            over `data.max_prompt_length` that `data` does not say to drop or to cut. (verl's agent loop would cut it
+            on the left with `data.truncation=error` too.)
     """
     least_rows = {"train_files": data.train_batch_size, "val_files": 1}
     for option in least_rows:
-        files = data[option]
-        for file in files if isinstance(files, list | ListConfig) else [files]:
+        for file in _listed(data[option]):
             _check_file(option, file)
     for option, least in least_rows.items():
         usable = _usable_prompts(data, option, tokenizer, processor)
@@ -34,6 +41,10 @@ def check(data: DictConfig, tokenizer: PreTrainedTokenizerBase, processor: Proce
             )
 
 
+def _listed(files: str | list[str] | ListConfig) -> list[str]:
+    return list(files) if isinstance(files, list | ListConfig) else [files]
+
+
 def _check_file(option: str, file: str) -> None:
     path = os.path.expanduser(file)
     if "://" in file:
@@ -42,6 +53,12 @@ def _check_file(option: str, file: str) -> None:
         raise ValueError(f"data.{option}: {path} does not exist")
     if path.endswith(".parquet") and pyarrow.parquet.read_metadata(path).num_rows == 0:
         raise ValueError(f"data.{option}: {path} has no rows")
+    if path.endswith((".json", ".jsonl")):  # `datasets` would name neither an empty file nor the line of an error
+        try:
+            for _ in read_json(Path(path)):
+                pass
+        except ValueError as error:
+            raise ValueError(f"data.{option}: {error}") from error
 
 
 def _usable_prompts(
@@ -56,7 +73,10 @@ def _usable_prompts(
         )
     except DatasetGenerationError as error:
         raise ValueError(f"data.{option} = {data[option]} cannot be read: {error.__cause__ or error}") from error
-    if not isinstance(dataset, RLHFDataset) or not (data.filter_overlong_prompts or data.truncation == "error"):
+    if not isinstance(dataset, RLHFDataset):
+        return len(dataset)
+    _check_prompts(option, data, dataset)
+    if not (data.filter_overlong_prompts or data.truncation == "error"):
         return len(dataset)
 
     dataset.filter_overlong_prompts = True
@@ -69,4 +89,30 @@ def _usable_prompts(
             f"{too_long[0]}, are longer than data.max_prompt_length={data.max_prompt_length} tokens; set "
             "data.filter_overlong_prompts=True to drop them, data.truncation=left to cut them, or raise the limit"
         )
+    if too_long:
+        logger.warning(
+            "data.%s = %s: dropped %d of %d prompts, longer than data.max_prompt_length=%d tokens",
+            *(option, data[option], len(too_long), len(dataset), data.max_prompt_length),
+        )
     return len(kept)
+
+
+def _check_prompts(option: str, data: DictConfig, dataset: RLHFDataset) -> None:
+    """Every row has messages under `data.prompt_key`."""
+    key, columns = data.prompt_key, dataset.dataframe.column_names
+    if key not in columns:
+        raise ValueError(
+            f"data.{option} = {data[option]} has no column {key}, but {', '.join(columns)}: set data.prompt_key"
+        )
+    for row, messages in enumerate(dataset.dataframe[key]):
+        if not _are_messages(messages):
+            raise ValueError(
+                f"data.{option} = {data[option]}, row {row}: column {key} (data.prompt_key) must be a list of "
+                f"messages with role and content, got {str(messages)[:60]!r}"
+            )
+
+
+def _are_messages(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(message, dict) and message.keys() >= {"role", "content"} for message in value)

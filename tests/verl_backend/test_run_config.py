@@ -1,5 +1,6 @@
 """Whole verl configurations: composed by Hydra as the three commands do it, and checked in the driver."""
 
+import json
 from dataclasses import fields
 from pathlib import Path
 
@@ -29,7 +30,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pandas.DataFrame({"prompt": prompts}).to_parquet(folder / "train.parquet")
     pandas.DataFrame({"prompt": prompts[:2]}).to_parquet(folder / "test.parquet")
     pandas.DataFrame({"prompt": prompts[:0]}).to_parquet(folder / "empty.parquet")
-    (folder / "broken.json").write_text('{"prompt": [}\n')
+    pandas.DataFrame({"question": ["2 + 2?"] * 8}).to_parquet(folder / "column.parquet")
+    pandas.DataFrame({"prompt": [*prompts[:7], []]}).to_parquet(folder / "no_messages.parquet")
+    pandas.DataFrame({"prompt": ["2 + 2?"] * 8}).to_parquet(folder / "text.parquet")
+    pandas.DataFrame({"prompt": [prompts[5]] * 8}).to_parquet(folder / "long.parquet")
+    row = json.dumps({"prompt": prompts[0]})
+    (folder / "broken.json").write_text(f'{row}\n{{"prompt": [}}\n')
+    (folder / "empty.jsonl").touch()
+    (folder / "no_rows.json").write_text("[]\n")
     return folder
 
 
@@ -174,7 +182,16 @@ def test_refused_before_anything_starts(tiny: HFModelConfig, data: Path, overrid
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("empty.parquet", "has no rows"), ("absent.parquet", "does not exist"), ("broken.json", "cannot be read")],
+    [
+        ("empty.parquet", "has no rows"),
+        ("empty.jsonl", "is empty"),
+        ("no_rows.json", "has no rows"),
+        ("absent.parquet", "does not exist"),
+        ("broken.json", r"row 2 \(line 2, column 13\): not JSON"),
+        ("column.parquet", "has no column prompt, but question: set data.prompt_key"),
+        ("no_messages.parquet", r"row 7: column prompt .* must be a list of messages .*got '\[\]'"),
+        ("text.parquet", r"row 0: column prompt .* must be a list of messages .*got '2 \+ 2\?'"),
+    ],
 )
 def test_prompt_files_are_read_before_anything_starts(tiny: HFModelConfig, data: Path, name: str, message: str) -> None:
     for option in ("train_files", "val_files"):
@@ -182,9 +199,29 @@ def test_prompt_files_are_read_before_anything_starts(tiny: HFModelConfig, data:
             check(run_config(tiny, data, GROUP, f"data.{option}={data / name}"))
 
 
-@pytest.mark.parametrize("option", ["data.filter_overlong_prompts=True", "data.truncation=left"])
-def test_long_prompts_may_be_dropped_or_cut(tiny: HFModelConfig, data: Path, option: str) -> None:
-    check(run_config(tiny, data, GROUP, "data.max_prompt_length=60", option))
+def test_bad_line_is_named_among_good_files(tiny: HFModelConfig, data: Path) -> None:
+    files = f"data.train_files=[{data}/train.parquet,{data}/broken.json]"
+    with pytest.raises(ValueError, match=r"data.train_files: .*broken.json, row 2 \(line 2"):
+        check(run_config(tiny, data, GROUP, files))
+
+
+def test_long_prompts_may_be_cut(tiny: HFModelConfig, data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check(run_config(tiny, data, GROUP, "data.max_prompt_length=60", "data.truncation=left"))
+    assert "dropped" not in caplog.text
+
+
+def test_long_prompts_are_dropped_and_counted(
+    tiny: HFModelConfig, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(run_config(tiny, data, GROUP, "data.max_prompt_length=60", "data.filter_overlong_prompts=True"))
+    assert "train.parquet: dropped 1 of 8 prompts, longer than data.max_prompt_length=60 tokens" in caplog.text
+
+
+def test_dropping_every_prompt_is_refused(tiny: HFModelConfig, data: Path) -> None:
+    for option in ("train_files", "val_files"):
+        files = (f"data.{option}={data}/long.parquet", "data.max_prompt_length=60", "data.filter_overlong_prompts=True")
+        with pytest.raises(ValueError, match=f"data.{option} = .*long.parquet has 0 usable prompts"):
+            check(run_config(tiny, data, GROUP, *files))
 
 
 def test_encoder_decoder_model_is_refused(tiny: HFModelConfig, data: Path, tmp_path: Path) -> None:
