@@ -54,7 +54,8 @@ def _attempt(spec: dict, timeout: float, host_memory_limit: float | None) -> dic
             return json.loads(answered.read_text())
         tail = log.read_text(errors="replace").strip().splitlines()[-25:]
         print("\n".join([f"--- end of the output of {spec['system']}", *tail, "---"]), flush=True)
-        return {"error": error or (tail[-1] if tail else "no result")}
+        last = tail[-1].removeprefix("[rank0]: ") if tail else "no result"  # as torch.distributed prints errors
+        return {"error": error or last}
 
 
 def _environment() -> dict[str, str]:

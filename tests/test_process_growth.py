@@ -23,8 +23,8 @@ by_case = pytest.mark.parametrize("options", [pytest.param(options, id=name) for
 
 @by_case
 def test_process_grows_by_the_plan(options: dict[str, object]) -> None:
-    """Two steps of 170 million parameters."""
-    found = measured("cpu", "170m", {"cpu_threads": 1, **options})
+    """Two steps of 107 million parameters, 1.5 to 2 GB."""
+    found = measured("cpu", "100m", {"cpu_threads": 1, **options})
     assert found["grown"] == pytest.approx(found["plan"], rel=0.05), found
 
 

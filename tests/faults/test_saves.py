@@ -44,7 +44,7 @@ SAVES = [
     pytest.param("rl", "new", "swaps", id="rl"),
     pytest.param("rl", "again", "no swaps", id="rl again", marks=pytest.mark.slow),
     pytest.param("sft", "new", "swaps", id="sft", marks=pytest.mark.slow),
-    pytest.param("sft", "again", "swaps", id="sft again"),
+    pytest.param("sft", "again", "swaps", id="sft again", marks=pytest.mark.slow),
 ]
 
 
