@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 
 from benchmarks.replay import batches, recorder
-from benchmarks.replay.replay import relative_differences, run_engine
+from benchmarks.replay.replay import halved_micro_batches, recorded_options, relative_differences, report, run_engine
 from benchmarks.replay.workers import actor_config, single_process
 from megatrain_verl.verl_backend.config import MegaTrainActorConfig
 from tests.verl_backend.cases import rl_batch
@@ -53,6 +54,11 @@ def test_no_batches_is_refused(tmp_path: Path) -> None:
         batches.files(tmp_path)
 
 
+def test_micro_batch_of_one_row_has_no_control(recorded: Path) -> None:
+    with pytest.raises(ValueError, match="--control halves"):
+        halved_micro_batches(recorded_options(recorded, lr=None))
+
+
 def test_options_survive_recording(recorded: Path) -> None:
     options = json.loads((recorded / recorder.OPTIONS_FILE).read_text())
     for engine in ("megatrain", "fsdp2"):
@@ -66,14 +72,15 @@ def test_engines_take_the_same_steps(
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
     single_process()
 
-    def run(engine: str) -> dict[str, list[float]]:
-        return run_engine(engine, recorded, Path(tiny.local_path), "float32", None)
+    def run(engine: str, options: dict[str, Any]) -> dict[str, list[float]]:
+        return run_engine(engine, recorded, Path(tiny.local_path), "float32", options)
 
-    expected, found = run("fsdp2"), run("megatrain")
+    options = recorded_options(recorded, lr=None)
+    expected, found = run("fsdp2", options), run("megatrain", options)
     assert len(expected["loss"]) == len(found["loss"]) == 6
     for name in ("loss", "grad_norm"):
-        assert max(relative_differences(found[name], expected[name])[1]) < 1e-5
-    options = json.loads((recorded / recorder.OPTIONS_FILE).read_text())
-    options["optim"]["lr"] = 1.01e-3  # a rate that is one per cent off shows
-    (recorded / recorder.OPTIONS_FILE).write_text(json.dumps(options))
-    assert max(relative_differences(run("megatrain")["grad_norm"], expected["grad_norm"])[1]) > 1e-4
+        assert max(relative_differences(found[name], expected[name])) < 1e-5
+    # A rate that is one per cent off shows.
+    off = run("megatrain", recorded_options(recorded, lr=1.01e-3))
+    assert max(relative_differences(off["grad_norm"], expected["grad_norm"])) > 1e-4
+    assert report({"fsdp2": expected, "megatrain": off}, tolerance=1e-5)["megatrain"]["grad_norm"] > 1e-4
