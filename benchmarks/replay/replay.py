@@ -14,7 +14,12 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+    from verl.workers.engine_workers import TrainingWorker
 
 Steps = dict[str, list[float]]  # per optimizer step
 COMPARED = ("loss", "grad_norm")
@@ -33,7 +38,10 @@ def run_engine(engine: str, recorded: Path, model: Path, dtype: str, options: di
     steps: Steps = {}
     start = time.perf_counter()
     for number, file in enumerate(batches.files(recorded), 1):
-        metrics = tu.get(worker.train_mini_batch(batches.load(file)), "metrics")
+        batch = batches.load(file)
+        # As verl's trainer does in each step: the log-probs before the update are those of the engine that is trained.
+        batch["old_log_probs"] = response_log_probs(worker, batch, options["loss"]["ppo_micro_batch_size_per_gpu"])
+        metrics = tu.get(worker.train_mini_batch(batch), "metrics")
         for name in set(SHOWN) & set(metrics):
             steps.setdefault(name, []).extend(metrics[name])
         if number % 5 == 0:
@@ -46,6 +54,23 @@ def run_engine(engine: str, recorded: Path, model: Path, dtype: str, options: di
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return steps
+
+
+def response_log_probs(worker: "TrainingWorker", batch: "TensorDict", micro_batch: int) -> "Tensor":
+    """Log-probs (rows, jagged) of the response tokens of `batch` under the worker's present weights."""
+    import torch
+    from verl.utils import tensordict_utils as tu
+
+    scored = batch.clone()
+    tu.assign_non_tensor(scored, compute_loss=False, calculate_entropy=False, micro_batch_size_per_gpu=micro_batch)
+    log_probs = tu.get(worker.infer_batch(scored), "log_probs")
+    responses = [
+        row[len(prompt) - 1 : len(prompt) - 1 + len(response)]
+        for row, prompt, response in zip(
+            log_probs.unbind(), batch["prompts"].unbind(), batch["responses"].unbind(), strict=True
+        )
+    ]
+    return torch.nested.as_nested_tensor(responses, layout=torch.jagged)
 
 
 def relative_differences(found: list[float], expected: list[float]) -> list[float]:

@@ -23,7 +23,7 @@ from megatrain_verl.streaming.streams import Event, Streams
 
 STAGING_ELEMENTS = 32 << 20  # converted and sent at a time: converting is 20 times faster than sending
 SLAB_ELEMENTS = 16 << 20
-SQUARES_ELEMENTS = 4 << 20  # of which the sum of squares is taken at a time: 32 MiB in float64
+SQUARES_ELEMENTS = 16 << 20  # of which the sum of squares is taken at a time: 128 MiB in float64
 
 
 @dataclass
