@@ -1,4 +1,4 @@
-"""A random 13M-parameter Qwen2: `python -m benchmarks.replay.random_model FOLDER`.
+"""A random 13M-parameter Qwen2: `python -m benchmarks.replay.random_model FOLDER [--hidden-size 128]`.
 
 Recorded batches are of use on another machine only with the model that they came from, and weights are too large to
 carry along: these follow from a seed. The tokenizer is this file's own, so that the vocabulary stays what it was.
@@ -19,18 +19,18 @@ CHAT_TEMPLATE = (
 )
 
 
-def make(folder: Path) -> None:
-    """Write the model in float32 and its tokenizer unless `folder` has one."""
+def make(folder: Path, hidden_size: int = 384) -> None:
+    """Write the model in float32 and its tokenizer unless `folder` has one. `hidden_size` is a multiple of 128."""
     if (folder / "config.json").exists():
         return
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=384,
-        intermediate_size=1024,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 8 // 3 // 8 * 8,
         num_hidden_layers=8,
-        num_attention_heads=6,
+        num_attention_heads=hidden_size // 64,
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=False,
@@ -74,4 +74,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    make(parser.parse_args().folder)
+    parser.add_argument("--hidden-size", type=int, default=384, help="smaller: bfloat16 is slow on most CPUs")
+    arguments = parser.parse_args()
+    make(arguments.folder, arguments.hidden_size)

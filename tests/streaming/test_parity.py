@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from megatrain_verl.config import AdamWConfig
+from megatrain_verl.streaming.token_head import ScoredTokens, TokenHead
 from tests import oracle
 
 LENGTHS = [11, 24, 5, 17]
@@ -191,3 +193,25 @@ def test_a_batch_without_labels_has_zero_gradient():
     assert outputs[0].log_probs.abs().sum() == 0
     assert engine.optimizer_step() == 0.0
     engine.close()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("keep", [True, False])
+def test_gradient_of_few_tokens_is_as_exact_as_of_many(tokens, keep):
+    """A float32 sum over a large vocabulary, against float64."""
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(49152, 64) + 0.5, 2 * torch.randn(tokens, 64)
+    norm = Qwen2RMSNorm(64)
+    head = TokenHead(norm, weight, 1024)
+    scored = ScoredTokens(torch.arange(tokens), torch.arange(tokens) * 7, torch.ones(tokens))
+    outputs, kept = head.score(hidden, scored, entropy=False, sum_pi_squared=False, keep=keep)
+    grad_log_probs = torch.ones(tokens)
+    sums = torch.zeros(64), torch.zeros_like(weight)
+    found = head.backward(hidden, scored, grad_log_probs, None, *sums, kept)
+    exact = hidden.double().requires_grad_()
+    log_p = torch.log_softmax(norm.double()(exact) @ weight.double().t(), dim=1)
+    log_p.gather(1, scored.labels[:, None]).sum().backward()
+    assert (found - exact.grad).norm() <= 3e-6 * exact.grad.norm()
+    assert outputs.log_probs.sum().item() == pytest.approx(
+        log_p.gather(1, scored.labels[:, None]).sum().item(), rel=1e-6
+    )
