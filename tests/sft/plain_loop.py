@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 GOLDEN = Path(__file__).with_name("golden_smollm2_135m.json")
-STEPS, BATCH, LR = 12, 4, 1e-5
+STEPS, BATCH, LR = 100, 2, 1e-5
 # verl's defaults
 BETAS, WEIGHT_DECAY, CLIP_GRAD = (0.9, 0.999), 0.01, 1.0
 
@@ -75,7 +75,9 @@ def train(folder: Path, steps: int) -> dict[str, list[float]]:
         optimizer.zero_grad()
         loss = mean_loss(model, batch)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
+        # In float64: torch's own sum of 135 million float32 squares is 3e-5 off.
+        norm = sum(parameter.grad.double().square().sum() for parameter in model.parameters()).sqrt()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
         optimizer.step()
         found["loss"].append(loss.item())
         found["grad_norm"].append(norm.item())

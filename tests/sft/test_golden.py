@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = [
     "data.dataset=sums",
     f"data.train_batch_size={plain_loop.BATCH}",
-    "data.max_length=64",
-    "data.max_token_len_per_gpu=64",  # two rows: several micro-batches per step
+    "data.max_length=32",
+    "data.max_token_len_per_gpu=32",  # one row: several micro-batches per step
     "engine.dtype=float32",
     f"optim.lr={plain_loop.LR}",
     "optim.lr_scheduler_type=constant",
@@ -57,10 +57,27 @@ def run(model: Path, folder: Path, steps: int) -> dict[str, list[float]]:
     return {name: [line[f"train/{name}"] for line in lines] for name in ("loss", "grad_norm")}
 
 
+def largest_difference(found: list[float], expected: list[float]) -> float:
+    """Of all steps, relative to the expected value."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.timeout(400)
 def test_sft_equals_the_golden_losses(smollm2: Path, tmp_path: Path) -> None:
     golden = json.loads(plain_loop.GOLDEN.read_text())
     found = run(smollm2, tmp_path, STEPS)
-    assert found["loss"] == pytest.approx(golden["loss"][:STEPS], rel=2e-5)
-    # A float32 sum over 135 million squares: torch's own is 3e-5 off its value in float64.
-    assert found["grad_norm"] == pytest.approx(golden["grad_norm"][:STEPS], rel=2e-4)
+    assert largest_difference(found["loss"], golden["loss"][:STEPS]) < 1e-5
+    assert largest_difference(found["grad_norm"], golden["grad_norm"][:STEPS]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_sft_equals_all_golden_losses(smollm2: Path, tmp_path: Path) -> None:
+    golden = json.loads(plain_loop.GOLDEN.read_text())
+    found = run(smollm2, tmp_path, plain_loop.STEPS)
+    for name, value in found.items():
+        by_steps = {steps: largest_difference(value[:steps], golden[name][:steps]) for steps in (STEPS, 30, 100)}
+        print(name, {steps: f"{difference:.1e}" for steps, difference in by_steps.items()})
+    # Rounding grows from step to step under AdamW: 1e-6 at the first step, a few 1e-5 at the hundredth.
+    assert largest_difference(found["loss"], golden["loss"]) < 1e-4
+    assert largest_difference(found["grad_norm"], golden["grad_norm"]) < 1e-4
