@@ -23,7 +23,7 @@ class StreamingConfig:
     # than float32. Adding gradients over several `forward_backward` calls needs float32: bfloat16 loses small terms.
     grad_dtype: str = "auto"
     # Keep the input of every K-th of n layers; the backward pass walks K layers again from it. 1 is the fastest: with
-    # K > 1 layer weights cross PCIe three times instead of two, and n/K + K - 1 layer inputs are held instead of n.
+    # K > 1 most layer weights cross PCIe three times, not twice, and n/K + K - 1 layer inputs are held instead of n.
     checkpoint_interval: int = 1
     # Device memory for kept layer inputs, in GiB; what is more goes to page-locked host memory and comes back in time.
     # None: what is free when a step starts, less the working memory. The inputs that a checkpoint_interval above 1

@@ -28,7 +28,7 @@ def device_bytes(
     layer_slots: int = 2,
     resident_gradients: bool = False,
 ) -> dict[str, int]:
-    """Bytes on the device by part, without the kept layer inputs (see `input_bytes`); for two layer slots: lean mode.
+    """Bytes on the device by part, without the kept layer inputs (see `input_bytes`); by default in lean mode.
 
     `pass_tokens` go through the layers together, in micro-batches of at most `micro_batch_tokens`. Between two layers
     each micro-batch has its hidden state or its gradient. `recomputed inputs` are those of a segment's other layers

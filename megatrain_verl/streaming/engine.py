@@ -146,7 +146,7 @@ class StreamingEngine:
                 runs.append(run)
                 if last or inputs.spilled_bytes:  # the next wave spills to the same host memory
                     self.streams.host_wait(self.streams.compute.record(), "outputs computed")
-            self.planner.saved_bytes_per_token = run.saved_bytes_per_token
+            self.planner.saved_bytes_per_token = run.saved_bytes_per_token()
             self._calls += 1
         return [output for run in runs for output in run.outputs]
 
@@ -203,7 +203,7 @@ class StreamingEngine:
         self._calls = 0
 
     def optimizer_step(self, lr: float | None = None) -> float:
-        """Start AdamW on every unit, in forward order, and return the global gradient norm before clipping.
+        """Start AdamW, in forward order, on units not updated ahead; return the global gradient norm before clipping.
 
         Learning rate (`lr`, or the config's), betas, decay, step number and clip factor are those of this call, however
         much later a unit is updated. If the norm is not finite, nothing changes and the step is not counted.
@@ -287,6 +287,7 @@ class StreamingEngine:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, weight in the compute dtype) in forward order; views of the host arenas, tied once.
 
+        A view holds these weights until the next `optimizer_step`.
         Waits for the AdamW of each unit as it comes to it, and for no other.
         """
         for unit in self.state.units:
@@ -352,6 +353,7 @@ class StreamingEngine:
     def release_device(self) -> None:
         """Wait for the device and free everything on it. Gradients that are on the host stay."""
         if self._ring is None:
+            self._free_device()  # of a failed pass: what its error still held when the rest was freed
             return
         # A pass ends when the compute stream has used all weights; gradients may still be on their way.
         self.streams.host_wait(self.streams.grad.record(), "gradients sent")

@@ -106,8 +106,9 @@ class GradientPath:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the accumulators on the device."""
-        return sum(accumulator.buffer.nbytes for accumulator in self._accumulators.values())
+        """Bytes of accumulators and staging buffer on the device."""
+        staging = self._staging.nbytes if self._on_device else 0
+        return staging + sum(accumulator.buffer.nbytes for accumulator in self._accumulators.values())
 
     def check_addable(self) -> None:
         """Refuse to add to gradients that are there already, if their type would lose small terms.

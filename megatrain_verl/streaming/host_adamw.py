@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostAdamW:
-    """Updates the master weights and moments of a unit in place.
+    """Updates the master weights and moments of a unit.
 
     Args:
         backend: "auto" (native, or torch with one warning if it cannot be compiled), "native", "deepspeed" or

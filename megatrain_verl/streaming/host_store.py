@@ -43,10 +43,10 @@ def units_with_spares(unit_sizes: Sequence[int], config: StreamingConfig) -> lis
     bytes_per_element = sum(dtype.itemsize for kind, dtype in kinds.items() if kind in TRAINED)
     room, chosen = config.speculative_adamw_gb * 2**30, []
     for index in reversed(range(1, len(unit_sizes))):
-        room -= unit_sizes[index] * bytes_per_element
-        if room < 0:
-            break
-        chosen.append(index)
+        nbytes = unit_sizes[index] * bytes_per_element
+        if nbytes <= room:  # the head may be too large where layers are not
+            room -= nbytes
+            chosen.append(index)
     return chosen
 
 

@@ -79,8 +79,13 @@ class LayerMajorPass:
         self._hidden: list[Tensor | None] = []  # input of the unit that comes next, (1, T, H) per micro-batch
         self._grad: list[Tensor | None] = []  # gradient of the output of the unit that comes next, likewise
         self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output of a kept layer, with graph
-        self.saved_bytes_per_token: float | None = None  # by autograd for one layer; measured on CUDA
+        self._saved: dict[int, tuple[int, int]] = {}  # layer -> bytes that autograd saved, of so many tokens; on CUDA
         self.outputs: list[TokenOutputs] = []
+
+    def saved_bytes_per_token(self) -> float | None:
+        """What autograd saves for a layer, of the layer with the most; None where it was not measured."""
+        most = max((nbytes / tokens for nbytes, tokens in self._saved.values()), default=0.0)
+        return most if most > 0 else None
 
     # ----------------------------------------------------------------------------------------------- the order
 
@@ -115,7 +120,8 @@ class LayerMajorPass:
 
         self._ring.use(self._head.plan)
         edge = gradients.begin(self._head)
-        scores = (entropy, sum_pi_squared, plan.keep_logit_gradients)
+        # What would be kept is of no use for a loss with the entropy.
+        scores = (entropy, sum_pi_squared, plan.keep_logit_gradients and not entropy)
         self._for_each_micro_batch(self._do_head_backward, loss_fn, scores, edge)
         self._ring.done(self._head.plan)
         if not self._tied:
@@ -223,7 +229,8 @@ class LayerMajorPass:
         with torch.enable_grad():
             self._graphs[layer, m] = hidden, self._call(m, layer, template, hidden)
         if before is not None:  # known to the host's allocator: nothing waits for the device
-            self.saved_bytes_per_token = (torch.cuda.memory_allocated() - before) / hidden.shape[1]
+            nbytes, tokens = self._saved.get(layer, (0, 0))
+            self._saved[layer] = nbytes + torch.cuda.memory_allocated() - before, tokens + hidden.shape[1]
 
     def _call(self, m: int, layer: int, template: nn.Module, hidden: Tensor) -> Tensor:
         seed = None if self._dropout_key is None else dropout_seed(self._dropout_key, self._first + m, layer)

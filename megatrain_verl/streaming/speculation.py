@@ -15,7 +15,7 @@ from megatrain_verl.streaming.optimizer_step import AdamWStep
 
 
 class Speculation:
-    """The units that have been updated ahead for the step `step`; None where nothing is."""
+    """The units that have been updated ahead for the step `step`, which is None while nothing is guessed."""
 
     def __init__(self) -> None:
         self.step: AdamWStep | None = None
@@ -42,16 +42,18 @@ class Speculation:
                     return
                 begun.append(unit)
             adamw.update(source, step, into=target)
-            unit.reference_filled = source.reference_filled
 
         return update
 
     def take(self, step: AdamWStep) -> set[str]:
         """Names of the units whose update to `step` has begun; it becomes their state. The others' will not begin."""
         with self._lock:
-            right, begun = step == self.step, self._begun
+            guessed_right, begun = step == self.step, self._begun
             self.step, self._begun = None, []
         self._clips = step.grad_scale != 1.0
-        for unit in begun if right else []:
+        if not guessed_right:
+            return set()
+        for unit in begun:
             unit.take_spare()
-        return {unit.plan.name for unit in begun if right}
+            unit.reference_filled = unit.reference is not None  # the update copies it before it writes
+        return {unit.plan.name for unit in begun}

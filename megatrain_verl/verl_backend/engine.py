@@ -253,15 +253,15 @@ class MegaTrainEngine(BaseEngine):
 
 
 class DeviceBuffers(BaseEngineCtx):
-    """Holds the device buffers between enter and exit, unless an outer context does (`disable_auto_offload`).
+    """Releases the device buffers at exit, unless an outer context does (`disable_auto_offload`).
+
+    The first pass inside allocates them: only it knows how much to keep on the device.
 
     verl's own base tells entering from leaving by the device's name, which on the CPU platform is the same.
     """
 
     def __enter__(self) -> None:
         self.engine.mode = self.mode
-        if not self.disable_auto_offload:
-            self.engine.streaming.acquire_device()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):

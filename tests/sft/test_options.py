@@ -63,7 +63,7 @@ def test_parquet_files_of_verl_keep_verls_class() -> None:
 def test_shipped_configurations_compose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL_PATH", "model")
     first_line = (CONFIGS / f"{name}.yaml").read_text().splitlines()[0]
-    assert f"python -m megatrain_verl.sft --config-dir configs/sft --config-name {name} " in first_line
+    assert f"python -m megatrain_verl.sft --config-dir configs/sft --config-name {name}" in first_line
     config = compose(name, overrides=["data.dataset=rows"])
     options.prepare(config, "cpu")
     assert isinstance(omega_conf_to_dataclass(config.engine), MegaTrainEngineConfig)

@@ -53,9 +53,16 @@ def test_first_rl_step_equals_fsdp(
         )
 
 
+def assert_same_steps(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """A weight moves by up to LR in each step, in a direction that is rounding's where its gradient is nearly 0: a few
+    weights may differ by a visible part of a step, on average by no more than a thousandth of one."""
+    difference = (found - expected).abs()
+    assert difference.max() <= LR / 10
+    assert difference.mean() <= LR / 1000
+
+
 def test_weights_after_three_steps_equal_fsdp(tiny: HFModelConfig, make: Callable, make_fsdp: Callable) -> None:
-    """The same AdamW and clipping, too. A weight moves by up to LR in each step, in a direction that is rounding's
-    where its gradient is nearly 0, hence the tolerance."""
+    """The same AdamW and clipping, too."""
     fsdp, engine = make_fsdp(tiny, LR), make(tiny)
     for step in range(3):
         batch = rl_batch(tiny.hf_config.vocab_size, seed=step)
@@ -63,7 +70,7 @@ def test_weights_after_three_steps_equal_fsdp(tiny: HFModelConfig, make: Callabl
             train(trained, batch, actor_loss())
     exported = weights(engine)
     for name, expected in fsdp.get_per_tensor_param()[0]:
-        torch.testing.assert_close(exported[name], expected, rtol=0, atol=LR / 100)
+        assert_same_steps(exported[name], expected)
 
 
 def test_first_sft_step_equals_fsdp(tiny_tied: HFModelConfig, make: Callable, make_fsdp: Callable) -> None:
@@ -155,7 +162,7 @@ def test_row_without_labels_changes_nothing_else(
         found.append((sum(output["loss"]), output["metrics"]["grad_norm"], weights(engine)))
     assert found[1][:2] == pytest.approx(found[0][:2], rel=1e-6)
     for name, weight in found[0][2].items():
-        torch.testing.assert_close(found[1][2][name], weight, rtol=0, atol=LR / 100)
+        assert_same_steps(found[1][2][name], weight)
 
 
 # ------------------------------------------------------------------------------------------------------ micro-batches
@@ -266,14 +273,15 @@ def test_training_worker_runs_mini_batches(tiny: HFModelConfig) -> None:
     worker.engine.streaming.close()
 
 
-def test_device_buffers_live_from_enter_to_exit(tiny: HFModelConfig, make: Callable) -> None:
-    engine = make(tiny)
+def test_device_buffers_live_from_the_first_pass_to_exit(tiny: HFModelConfig, make: Callable) -> None:
+    engine, batch = make(tiny), rl_batch(tiny.hf_config.vocab_size)
 
     def holds() -> bool:
         return engine.streaming._ring is not None
 
     assert not holds()  # the rollout starts next and measures free memory
     with engine.train_mode():
+        engine.forward_backward_batch(batch, actor_loss())
         assert holds() and engine.mode == "train"
         with engine.train_mode(disable_auto_offload=True):
             pass
