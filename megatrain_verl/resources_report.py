@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
@@ -18,26 +18,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.model_sizes import ModelSizes
 from megatrain_verl.resources import GIB, MARGIN, HostPlan
-from megatrain_verl.streaming.device_plan import device_bytes, input_bytes
+from megatrain_verl.streaming.device_plan import Rates, device_bytes, input_bytes
 from megatrain_verl.streaming.model_plan import VERIFIED_MODEL_TYPES
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+RATES = Rates()
 NAMES = {"gpu": "GPU", "host": "host"}
 FITS = {True: "yes", False: "NO", None: "depends on --host-memory"}
 LLAMA_SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 LLAMA_OPTIONS = ("num_key_value_heads", "tie_word_embeddings")
 CUDA_CONTEXT = 1 << 30  # the context, and what a sleeping vLLM keeps
 VLLM_ASLEEP = 2 << 30
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Of the machine: bytes/s over PCIe, FLOP/s of bfloat16 products, parameters/s of the host AdamW."""
-
-    transfer: float = 50e9
-    matmul: float = 730e12
-    adamw: float = 4.5e9
 
 
 def parse_size(text: str) -> int:
@@ -78,7 +70,7 @@ def read_sizes(model: str) -> tuple[ModelSizes, str]:
     return ModelSizes.of(LlamaConfig(**shape)), model_type
 
 
-def report(arguments: argparse.Namespace, rates: Rates = Rates()) -> dict[str, object]:
+def report(arguments: argparse.Namespace, rates: Rates = RATES) -> dict[str, object]:
     """All figures, ready for JSON."""
     sizes, model_type = read_sizes(arguments.model)
     config = StreamingConfig(dtype=arguments.dtype, checkpoint_interval=arguments.checkpoint_interval)
@@ -122,7 +114,7 @@ def plan_batch(sizes: ModelSizes, config: StreamingConfig, arguments: argparse.N
     while rows > 1 and _moving_bytes(sizes, config, rows * length, rows * length) > room / 2:
         rows //= 2
     micro_batch = rows * length
-    hide = Rates().matmul / Rates().transfer  # tokens whose forward arithmetic takes as long as the transfer
+    hide = RATES.matmul / RATES.transfer  # tokens whose forward arithmetic takes as long as the transfer
     step = math.ceil(2 * hide / micro_batch) * micro_batch
     left = max(0, room - _moving_bytes(sizes, config, micro_batch, step))
     kept = input_bytes(sizes, config, length)

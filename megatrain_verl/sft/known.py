@@ -1,8 +1,9 @@
 """Names that users write, checked against those that exist."""
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
+
+from megatrain_verl.verl_backend.options import nearest_name
 
 
 def check_known(name: Any, known: Iterable[str], kind: str) -> None:
@@ -14,6 +15,4 @@ def check_known(name: Any, known: Iterable[str], kind: str) -> None:
     known = list(known)
     if name in known:
         return
-    nearest = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(sorted(known))}"
-    raise ValueError(f"{name!r} is not a {kind}; {hint}")
+    raise ValueError(f"{name!r} is not a {kind}; {nearest_name(str(name), known)}")

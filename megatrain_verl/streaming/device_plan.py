@@ -1,11 +1,24 @@
 """Device memory by part: what the engine holds there, from the model's shapes and the settings."""
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.gradients import STAGING_ELEMENTS
 from megatrain_verl.streaming.host_store import DTYPES
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of the machine: bytes/s over PCIe, FLOP/s of bfloat16 products, parameters/s of the host AdamW.
+
+    Measured on an H200 with 16 cores; the matrix product while both copy engines are busy.
+    """
+
+    transfer: float = 50e9
+    matmul: float = 730e12
+    adamw: float = 4.5e9
 
 
 class Sizes(Protocol):

@@ -16,25 +16,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatrain_verl.config import StreamingConfig
+from megatrain_verl.resources import GIB
 from megatrain_verl.streaming.batch import MicroBatch, waves
-from megatrain_verl.streaming.device_plan import Sizes, device_bytes
+from megatrain_verl.streaming.device_plan import Rates, Sizes, device_bytes
 from megatrain_verl.streaming.host_store import DTYPES
 
-GIB = 2**30
 CPU_KEPT_LOGITS = 1 << 30  # bytes; where no budget is known
 
 
-@dataclass(frozen=True)
-class Rates:
-    """FLOP/s of layers, bytes/s of copies in one direction, parameters/s of the host's AdamW."""
-
-    compute: float
-    copy: float
-    adamw: float
-
-
-# Measured on one H200 with 16 cores (docs/experiments.md). They only rank plans: the ratios matter.
-RATES = Rates(compute=620e12, copy=50e9, adamw=4.5e9)
+# What whole layers reach, forward and backward, on one H200 (docs/experiments.md). The rates only rank plans.
+RATES = Rates(matmul=620e12)
 
 
 @dataclass(frozen=True)
@@ -147,10 +138,10 @@ class PassPlanner:
         total, first_forward = 0.0, 0.0
         for number, wave in enumerate(_wave_tokens(plan, tokens)):
             held = 1.0 if number == 0 else streamed
-            forward = max(2 * layers * wave / rates.compute, itemsize * (held * layers + edges) / rates.copy)
+            forward = max(2 * layers * wave / rates.matmul, itemsize * (held * layers + edges) / rates.transfer)
             arithmetic = (4 + 2 * recomputed) * layers * wave + (6 if plan.keep_logit_gradients else 8) * head * wave
             spilled = max(0.0, self._input_bytes(plan, wave) - plan.input_bytes)
-            backward = max(arithmetic / rates.compute, (itemsize * streamed * layers + spilled) / rates.copy)
+            backward = max(arithmetic / rates.matmul, (itemsize * streamed * layers + spilled) / rates.transfer)
             total += forward + backward
             first_forward = first_forward or forward
         adamw = (layers + edges) / rates.adamw

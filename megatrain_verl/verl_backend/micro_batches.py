@@ -45,8 +45,14 @@ def to_micro_batch(data: TensorDict) -> MicroBatch:
 
 
 def row_lengths(data: TensorDict) -> list[int]:
-    """Tokens of each row in `data`. Where positions start at 0 again, a row of the batch is several, packed."""
+    """Tokens of each row in `data`. Where positions start at 0 again, a row of the batch is several, packed.
+
+    Raises:
+        ValueError: an empty row.
+    """
     offsets, positions = data["input_ids"].offsets(), data["position_ids"].values()
+    if empty := (offsets.diff() == 0).nonzero().flatten().tolist():
+        raise ValueError(f"rows {empty} of the batch have no tokens")
     begins = positions == 0
     begins[offsets[:-1]] = True
     return torch.cat([begins.nonzero().flatten(), offsets[-1:]]).diff().tolist()

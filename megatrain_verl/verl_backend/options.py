@@ -13,9 +13,14 @@ CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 def unknown_option(name: str, known: Iterable[str], where: str) -> ValueError:
     """The error for option `name` that `where` does not have, with the nearest of the `known` names."""
-    nearest = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else f"; known: {', '.join(sorted(known))}"
-    return ValueError(f"unknown option {name} in {where}{hint}")
+    return ValueError(f"unknown option {name} in {where}; {nearest_name(name, known)}")
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """For an error: which of the `known` names `name` may have been meant to be, or all of them."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(known)}"
 
 
 def refuse_unknown_options(where: str) -> Any:

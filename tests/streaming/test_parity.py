@@ -197,21 +197,24 @@ def test_a_batch_without_labels_has_zero_gradient():
 
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize("keep", [True, False])
-def test_gradient_of_few_tokens_is_as_exact_as_of_many(tokens, keep):
-    """A float32 sum over a large vocabulary, against float64."""
+@pytest.mark.parametrize("hottest, tolerance", [(1.0, 3e-6), (1.8, 1e-5)])
+def test_head_gradient_with_temperatures_is_as_exact_for_few_tokens_as_for_many(tokens, keep, hottest, tolerance):
+    """Of hidden states, norm weight and matrix, in float32 over a large vocabulary, against float64 autograd."""
     torch.manual_seed(0)
     weight, hidden = torch.randn(49152, 64) + 0.5, 2 * torch.randn(tokens, 64)
     norm = Qwen2RMSNorm(64)
-    head = TokenHead(norm, weight, 1024)
-    scored = ScoredTokens(torch.arange(tokens), torch.arange(tokens) * 7, torch.ones(tokens))
+    head = TokenHead(norm, weight, 7)
+    temperature, grad_log_probs = torch.linspace(1 / hottest, hottest, tokens), torch.arange(tokens) - 5.0  # one is 0
+    scored = ScoredTokens(torch.arange(tokens), torch.arange(tokens) * 7, temperature)
     outputs, kept = head.score(hidden, scored, entropy=False, sum_pi_squared=False, keep=keep)
-    grad_log_probs = torch.ones(tokens)
-    sums = torch.zeros(64), torch.zeros_like(weight)
-    found = head.backward(hidden, scored, grad_log_probs, None, *sums, kept)
-    exact = hidden.double().requires_grad_()
-    log_p = torch.log_softmax(norm.double()(exact) @ weight.double().t(), dim=1)
-    log_p.gather(1, scored.labels[:, None]).sum().backward()
-    assert (found - exact.grad).norm() <= 3e-6 * exact.grad.norm()
-    assert outputs.log_probs.sum().item() == pytest.approx(
-        log_p.gather(1, scored.labels[:, None]).sum().item(), rel=1e-6
-    )
+    assert (kept is not None) == keep
+    found = torch.zeros(64), torch.zeros_like(weight)
+    found = head.backward(hidden, scored, grad_log_probs, None, *found, kept), *found
+
+    exact, matrix = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_p = torch.log_softmax(norm.double()(exact) @ matrix.t() / temperature[:, None].double(), dim=1)
+    log_probs = log_p.gather(1, scored.labels[:, None]).squeeze(1)
+    torch.testing.assert_close(outputs.log_probs.double(), log_probs, rtol=1e-5, atol=1e-5)
+    expected = torch.autograd.grad((log_probs * grad_log_probs).sum(), [exact, norm.weight, matrix])
+    for value, other in zip(found, expected, strict=True):
+        assert (value - other).norm() <= tolerance * other.norm()
