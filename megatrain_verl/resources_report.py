@@ -105,7 +105,7 @@ def report(arguments: argparse.Namespace, rates: Rates = RATES) -> dict[str, obj
 
 
 def plan_batch(sizes: ModelSizes, config: StreamingConfig, arguments: argparse.Namespace) -> dict[str, int]:
-    """Tokens per micro-batch and per step: what fits, and enough to hide the transfers."""
+    """Tokens per micro-batch and per step: those asked for, or what fits and enough to hide the transfers."""
     fixed = device_bytes(sizes, config, 0, 0)
     room = arguments.gpu_memory - sum(fixed.values()) - CUDA_CONTEXT
     room -= VLLM_ASLEEP if arguments.rollout == "vllm" else 0
@@ -113,17 +113,19 @@ def plan_batch(sizes: ModelSizes, config: StreamingConfig, arguments: argparse.N
     rows = max(1, 8192 // length)
     while rows > 1 and _moving_bytes(sizes, config, rows * length, rows * length) > room / 2:
         rows //= 2
-    micro_batch = rows * length
+    micro_batch = arguments.micro_batch_tokens or rows * length
     hide = RATES.matmul / RATES.transfer  # tokens whose forward arithmetic takes as long as the transfer
-    step = math.ceil(2 * hide / micro_batch) * micro_batch
+    step = arguments.tokens_per_step or math.ceil(2 * hide / micro_batch) * micro_batch
     left = max(0, room - _moving_bytes(sizes, config, micro_batch, step))
     kept = input_bytes(sizes, config, length)
+    on_gpu = left // kept * length
     return {
         "sequence_tokens": length,
         "micro_batch_tokens": micro_batch,
         "tokens_per_step": step,
-        "tokens_kept_on_gpu": left // kept * length,
+        "tokens_kept_on_gpu": on_gpu,
         "kept_bytes_per_sequence": kept,
+        "spilled_bytes": math.ceil(max(0, step - on_gpu) / length * kept),
     }
 
 
@@ -157,12 +159,10 @@ def _advice(result: dict, host: HostPlan, arguments: argparse.Namespace, config:
             yield f"without a KL term: {host.bytes_by_kind['reference'] / GIB:.1f} GiB less host memory"
     if not result["fits"]["gpu"]:
         yield "GPU memory: lower --seq-len or head_chunk_tokens; slots and accumulators follow from the largest layer"
-    batch = result["batch"]
-    if batch["tokens_kept_on_gpu"] < batch["tokens_per_step"]:
-        spilled = (batch["tokens_per_step"] - batch["tokens_kept_on_gpu"]) / batch["sequence_tokens"]
+    if spilled := result["batch"]["spilled_bytes"]:
         yield (
-            f"kept layer inputs: {spilled * batch['kept_bytes_per_sequence'] / GIB:.1f} GiB of a step go to host "
-            f"memory beside the plan; checkpoint_interval={2 * config.checkpoint_interval} halves them"
+            f"kept layer inputs: {spilled / GIB:.1f} GiB of a step go to host memory beside the plan; "
+            f"checkpoint_interval={2 * config.checkpoint_interval} halves them"
         )
 
 
@@ -191,18 +191,26 @@ def as_table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """The command line; exit status 1 if the model does not fit."""
+def command_line() -> argparse.ArgumentParser:
+    """The options, whose values `report` takes."""
     parser = argparse.ArgumentParser(prog="python -m megatrain_verl.resources", description=__doc__)
     parser.add_argument("--model", required=True, help="folder, config.json or hub name")
     parser.add_argument("--gpu-memory", type=parse_size, default=parse_size("80GB"))
     parser.add_argument("--host-memory", type=parse_size, help="default: only say what is needed")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of the longest sequence")
+    parser.add_argument("--micro-batch-tokens", type=int, help="default: what fits")
+    parser.add_argument("--tokens-per-step", type=int, help="default: enough to hide the transfers")
     parser.add_argument("--rollout", choices=("vllm", "none"), default="none", help="what shares the GPU")
     parser.add_argument("--reference", action="store_true", help="a reference policy for a KL term")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--checkpoint-interval", type=int, default=1)
     parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def main() -> None:
+    """The command line; exit status 1 if the model does not fit."""
+    parser = command_line()
     arguments = parser.parse_args()
     if arguments.model.endswith("config.json"):
         arguments.model = str(Path(arguments.model).parent)

@@ -17,7 +17,8 @@ from megatrain_verl.sft.dataset import ChatDataset
 from megatrain_verl.verl_backend.config import MegaTrainEngineConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "sft"
-SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+# Those for published models and GPUs: tests/test_configs.py.
+SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.endswith("gb"))
 
 
 @pytest.fixture(autouse=True)

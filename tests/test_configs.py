@@ -1,0 +1,70 @@
+"""The shipped configurations: composed by Hydra as their first lines say, with a model that fits what they state."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import RolloutConfig
+
+from megatrain_verl.resources import HostPlan
+from megatrain_verl.sft import options
+from megatrain_verl.streaming.model_plan import plan_model
+from megatrain_verl.verl_backend import preflight
+from megatrain_verl.verl_backend.config import MegaTrainActorConfig, MegaTrainEngineConfig
+from tests import config_headers
+from tests.config_headers import ROOT
+
+SFT, RL = config_headers.config_files("sft"), config_headers.config_files("rl")
+# Of which the test of the quickstart and the SFT tests make the model and run them.
+RUN_BY_TESTS = ["configs/rl/quickstart.yaml", "configs/sft/quickstart.yaml", "configs/sft/smollm2_135m_cpu.yaml"]
+KV_CACHE = 4e9  # bytes of GPU memory that vLLM should have beside the weights
+
+
+def by_name(path: Path) -> str:
+    return path.stem
+
+
+def check_header(path: Path, config: DictConfig, reference: bool) -> dict:
+    """The header is that of `config_headers`, its figures are those of the engine's own plan, and the model fits."""
+    result = config_headers.figures(path, config)
+    expected = config_headers.header(path, result)
+    assert path.read_text().splitlines()[: len(expected)] == expected, "run `python -m tests.config_headers`"
+    assert result["fits"]["gpu"] and result["trained_by_this_version"]
+    engine = config.engine if path.parent.name == "sft" else config.actor_rollout_ref.actor.megatrain
+    plan = plan_model(config_headers.model_config(path))
+    checked = HostPlan.of(plan, omega_conf_to_dataclass(engine).streaming_config(), trainable=True, reference=reference)
+    assert result["host_bytes"]["total"] == pytest.approx(checked.total, rel=0.01)
+    return result
+
+
+@pytest.mark.parametrize("path", SFT, ids=by_name)
+def test_sft_configuration_composes_and_states_what_it_needs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_headers.composed(path)
+    check_header(path, config, reference=False)
+    assert config.model.path == f"models/{config_headers.model_folder(path).name}"
+    assert config.trainer.experiment_name == path.stem
+    options.prepare(config, "cpu")
+    options.check_model(config, config_headers.model_config(path))
+    assert isinstance(omega_conf_to_dataclass(config.engine), MegaTrainEngineConfig)
+
+
+@pytest.mark.parametrize("path", RL, ids=by_name)
+def test_rl_configuration_composes_and_states_what_it_needs(path: Path) -> None:
+    config = config_headers.composed(path)
+    result = check_header(path, config, reference=config.actor_rollout_ref.actor.use_kl_loss)
+    assert config.actor_rollout_ref.model.path == f"models/{config_headers.model_folder(path).name}"
+    assert config.trainer.experiment_name == path.stem
+    preflight.check_options(config)
+    assert isinstance(omega_conf_to_dataclass(config.actor_rollout_ref.actor), MegaTrainActorConfig)
+    assert isinstance(omega_conf_to_dataclass(config.actor_rollout_ref.rollout), RolloutConfig)
+    assert preflight.longest_row(config) <= config_headers.model_config(path).get_text_config().max_position_embeddings
+    awake = config.actor_rollout_ref.rollout.gpu_memory_utilization * config_headers.gpu_gigabytes(path) * 1e9
+    assert result["vllm_weight_bytes"] + KV_CACHE <= awake, (
+        "vLLM's weights do not fit: raise rollout.gpu_memory_utilization"
+    )
+
+
+def test_no_configuration_is_without_a_test() -> None:
+    files = {str(path.relative_to(ROOT)) for kind in ("sft", "rl") for path in (ROOT / "configs" / kind).glob("*.yaml")}
+    assert files == {str(path.relative_to(ROOT)) for path in (*SFT, *RL)} | set(RUN_BY_TESTS)
