@@ -56,6 +56,9 @@ class StreamingConfig:
     # the backward pass, into spare arenas (12 bytes/parameter), on the guess that the norm needs no clipping. If it
     # does, or is not finite, the results are dropped. 0: off.
     speculative_adamw_gb: float = 0.0
+    # Let the device update the last part of every unit while the host's cores update the rest: same bits, less time.
+    # 14 bytes/parameter in and 12 out over PCIe, 336 MB of device memory. None: on CUDA, with the native kernel.
+    device_adamw: bool | None = None
     # Host memory that may be used, in GiB. None: what the kernel and the cgroup report as available. Set it on
     # virtual machines whose memory grows with use and that therefore report too little.
     host_memory_gb: float | None = None

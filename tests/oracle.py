@@ -144,7 +144,7 @@ def engine_gradients(engine: StreamingEngine) -> dict[str, Tensor]:
 def masters(engine: StreamingEngine) -> dict[str, Tensor]:
     """Every FP32 master weight, by Hugging Face name."""
     for unit in engine.state.units:
-        engine._wait_updated(unit, "reading")
+        engine._updates.wait(unit, "reading")
     return {
         span.name: unit.master(span.offset, span.offset + span.numel).view(span.shape)
         for unit, span in engine.state.parameters()

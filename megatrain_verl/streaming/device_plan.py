@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatrain_verl.config import StreamingConfig
+from megatrain_verl.streaming.device_adamw import CHUNK_ELEMENTS
 from megatrain_verl.streaming.gradients import STAGING_ELEMENTS
-from megatrain_verl.streaming.host_store import DTYPES
+from megatrain_verl.streaming.host_store import DTYPES, arena_dtypes
+from megatrain_verl.streaming.streams import LANES
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,19 @@ def device_bytes(
     itemsize = DTYPES[config.dtype].itemsize
     layer = max(sizes.layer_sizes)
     edge = max(sizes.edge_sizes)
-    parts = {"layer slots": layer_slots * layer * itemsize, "embedding and head slot": edge * itemsize}
+    compact = config.resident_layers == 0 and len(sizes.edge_sizes) > 1  # embedding and head lie over the layers
+    in_turn = max if compact else lambda *sizes: sum(sizes)
+    parts = {"weight slots": itemsize * in_turn(layer_slots * layer, edge)}
     if training:
-        accumulated = sum(sizes.layer_sizes) + sum(sizes.edge_sizes) if resident_gradients else 2 * layer + edge
+        everything = sum(sizes.layer_sizes) + sum(sizes.edge_sizes)
+        accumulated = everything if resident_gradients else in_turn(2 * layer, edge)
         parts["gradient accumulators"] = 4 * accumulated
         if config.host_grad_dtype != "float32":
             parts["gradient staging"] = itemsize * min(STAGING_ELEMENTS, max(layer, edge))
+        if config.device_adamw is not False:
+            elements = min(CHUNK_ELEMENTS, max(layer, edge))
+            state = arena_dtypes(config, trainable=True, reference=False)
+            parts["AdamW staging"] = LANES * elements * sum(dtype.itemsize for dtype in state.values())
     row = sizes.hidden_size * itemsize
     parts["hidden states"] = (pass_tokens + micro_batch_tokens) * row
     if training:

@@ -4,10 +4,12 @@ Layer i always goes to layer slot i mod S. With two slots, one is computed with 
 layers of the forward pass are still there when the backward pass comes to them, and with one slot per layer nothing is
 sent twice while the weights stay the same. One more slot holds the embedding at the start of the forward pass and the
 head at its end (for tied models both at once). Nothing is unflattened or copied on the device.
+
+`compact` slots save that last one: it lies over the layer slots, and embedding, layers and head use the memory in turn.
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -28,7 +30,7 @@ class TransferCounters:
 @dataclass
 class Slot:
     """A flat device buffer. `unit`: whose weights are in it or on their way, `ready`: they have arrived, `free`: the
-    computation has used them.
+    computation has used them, `overlapping`: slots that lie in the same memory.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Slot:
     unit: str | None = None
     ready: Event | None = None
     free: Event | None = None
+    overlapping: "list[Slot]" = field(default_factory=list)
 
 
 class DeviceRing:
@@ -49,16 +52,22 @@ class DeviceRing:
         device: str,
         dtype: torch.dtype,
         num_layer_slots: int,
+        compact: bool = False,
     ) -> None:
         self._streams, self._counters = streams, counters
         largest = max(unit.numel for unit in plan.layers)
         edge = max(plan.embedding.numel, plan.head.numel)
 
-        def slot(name: str, numel: int) -> Slot:
-            return Slot(name, torch.zeros(numel, dtype=dtype, device=device))
-
-        self.layer_slots = [slot(f"layer slot {index}", largest) for index in range(num_layer_slots)]
-        self._edge_slot = slot("edge slot", edge)
+        layers = num_layer_slots * largest
+        memory = torch.zeros(max(layers, edge) if compact else layers + edge, dtype=dtype, device=device)
+        self._memory = memory
+        parts = memory[:layers].split(largest)
+        self.layer_slots = [Slot(f"layer slot {index}", part) for index, part in enumerate(parts)]
+        self._edge_slot = Slot("edge slot", memory[:edge] if compact else memory[layers:])
+        if compact:
+            self._edge_slot.overlapping = self.layer_slots
+            for slot in self.layer_slots:
+                slot.overlapping = [self._edge_slot]
         self._slots = {unit.name: self.layer_slots[i % num_layer_slots] for i, unit in enumerate(plan.layers)}
         # A layer's spans are the same in every layer of its structure group, so any layer of the group will do.
         self._templates: dict[tuple[int, str], nn.Module] = {}
@@ -80,7 +89,12 @@ class DeviceRing:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return sum(slot.buffer.nbytes for slot in (*self.layer_slots, self._edge_slot))
+        return self._memory.nbytes
+
+    def disjoint(self, one: UnitPlan, other: UnitPlan) -> bool:
+        """Whether the weights of both may be on the device at the same time."""
+        first, second = self.slot(one), self.slot(other)
+        return first is not second and second not in first.overlapping
 
     def slot(self, unit: UnitPlan) -> Slot:
         """Where the weights of `unit` go."""
@@ -91,8 +105,11 @@ class DeviceRing:
         slot = self.slot(unit)
         if slot.unit == unit.name:
             return
-        if slot.free is not None:
-            self._streams.weight.wait(slot.free, f"{slot.name} free")
+        for each in (slot, *slot.overlapping):
+            if each.free is not None:
+                self._streams.weight.wait(each.free, f"{each.name} free")
+        for each in slot.overlapping:
+            each.unit = None
         self._streams.weight.run(partial(_copy, slot.buffer, source))
         self._counters.h2d_bytes += source.nbytes
         slot.ready = self._streams.weight.record()

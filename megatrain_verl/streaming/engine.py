@@ -10,7 +10,7 @@ The order inside the two passes is in `layer_major.py`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from megatrain_verl.streaming import checkpoint, weight_files
 from megatrain_verl.streaming.activations import ActivationStore, SpillArea
 from megatrain_verl.streaming.attention import check_available
 from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs, check_micro_batches
+from megatrain_verl.streaming.device_adamw import make_share
 from megatrain_verl.streaming.device_batch import to_device
 from megatrain_verl.streaming.device_ring import DeviceRing, TransferCounters
 from megatrain_verl.streaming.gradients import GradientPath
@@ -32,11 +33,10 @@ from megatrain_verl.streaming.host_adamw import HostAdamW
 from megatrain_verl.streaming.host_store import DTYPES, ParameterState, UnitState
 from megatrain_verl.streaming.layer_major import DeviceFunctions, LayerMajorPass, LossFunction
 from megatrain_verl.streaming.model_plan import plan_model
-from megatrain_verl.streaming.optimizer_step import AdamWStep
 from megatrain_verl.streaming.pass_plan import PassPlan, PassPlanner
-from megatrain_verl.streaming.speculation import Speculation
-from megatrain_verl.streaming.streams import DeviceStreams, Event, Streams
+from megatrain_verl.streaming.streams import DeviceStreams, Streams
 from megatrain_verl.streaming.token_head import TokenHead
+from megatrain_verl.streaming.unit_updates import UnitUpdates
 
 
 class StreamingEngine:
@@ -71,7 +71,7 @@ class StreamingEngine:
         self.host_plan = HostPlan.of(self.plan, config, trainable=trainable, reference=keep_reference)
         check_host_memory(self.host_plan, config)
         if trainable:
-            self._adamw = HostAdamW(config.optimizer_backend, config.cpu_threads)
+            adamw = HostAdamW(config.optimizer_backend, config.cpu_threads)
 
         self.state = ParameterState.allocate(
             self.plan, config, trainable=trainable, reference=keep_reference, register=device == "cuda"
@@ -79,17 +79,20 @@ class StreamingEngine:
         self.streams = streams or DeviceStreams(device)
         self.counters = TransferCounters()
         self._ring: DeviceRing | None = None
+        # Embedding and head may lie over the layers where they are used in turn; a tied matrix is used throughout.
+        self._compact = config.resident_layers == 0 and not self.plan.tied
         # Compiled dropout would draw other masks than the plain layer does.
         self._compiled = config.compile_layers and not self.plan.has_dropout()
         self._functions = DeviceFunctions(self._compiled)
         self.planner = PassPlanner(self.plan, config, device)
         self._keeps_reference, self._reads_reference = keep_reference, False
         self._adamw_config = optimizer
-        self._updated: dict[str, Event] = {}  # unit -> mark behind its last AdamW
-        self._speculation = Speculation()
         self.step_count = 0
         self._calls = 0  # forward_backward calls since the gradients were zeroed
         if trainable:
+            self.adamw_backend = adamw.backend  # the host kernel in use: native, deepspeed or torch
+            share = make_share(config.device_adamw, adamw, self.streams, device)
+            self._updates = UnitUpdates(optimizer, adamw, share, self.streams)
             self._gradients = GradientPath(self.plan, self.state, self.streams, self.counters, config.num_grad_slabs)
             self._spill_area = SpillArea(partial(check_spill, config, self.host_plan), register=device == "cuda")
 
@@ -127,7 +130,7 @@ class StreamingEngine:
             raise ValueError("this engine is forward-only: it was made without an optimizer")
         self._check(micro_batches)
         self._gradients.check_addable()
-        self._speculation.start(None if next_lr is None else self._adamw_step(next_lr, 1.0))
+        self._updates.guess(next_lr, self.step_count + 1)
         plan = self.planner.plan(micro_batches, self._device_bytes())
         runs: list[LayerMajorPass] = []
         with self._released_on_error():
@@ -136,9 +139,9 @@ class StreamingEngine:
             for number, wave in enumerate(plan.split(micro_batches), 1):
                 first = sum(plan.waves[: number - 1])
                 run = self._start(wave, first=first, training=True, layer_slots=plan.layer_slots)
-                self._gradients.acquire_device(self.device, plan.resident_gradients)
+                self._gradients.acquire_device(self.device, plan.resident_gradients, self._compact)
                 last = number == len(plan.waves)
-                self._gradients.begin_wave(first=number == 1, last=last, on_landing=self._update_ahead)
+                self._gradients.begin_wave(first=number == 1, last=last, on_landing=self._updates.ahead)
                 inputs, interval = self._activation_store(wave, plan), self.config.checkpoint_interval
                 scores = {"entropy": entropy, "sum_pi_squared": sum_pi_squared}
                 run.forward_backward(loss_fn, self._gradients, inputs, plan, interval, **scores)
@@ -192,14 +195,15 @@ class StreamingEngine:
         check_micro_batches(micro_batches, limit, self.plan.vocab_size)
 
     def _weights_changed(self) -> None:
-        self._speculation.start(None)
+        if self._adamw_config is not None:
+            self._updates.guess(None, 0)
         if self._ring is not None:
             self._ring.forget()
 
     def zero_grad(self) -> None:
         """Forget the gradients. A pending AdamW still reads them."""
         self._gradients.zero()
-        self._speculation.start(None)
+        self._updates.guess(None, 0)
         self._calls = 0
 
     def optimizer_step(self, lr: float | None = None) -> float:
@@ -220,46 +224,15 @@ class StreamingEngine:
             return norm
         clip = self._adamw_config.clip_grad
         # The same formula as torch.nn.utils.clip_grad_norm_.
-        step = self._adamw_step(lr, 1.0 if clip is None else min(1.0, clip / (norm + 1e-6)))
-        updated = self._speculation.take(step)
+        grad_scale = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
         self.step_count += 1
-        for unit in self.state.units:
-            if unit.plan.name not in updated:
-                self._start_update(unit, partial(self._adamw.update, unit, step), step)
+        self._updates.start(self.state.units, lr, grad_scale, self.step_count)
         self._weights_changed()
         return norm
 
-    def _adamw_step(self, lr: float | None, grad_scale: float) -> AdamWStep:
-        settings = self._adamw_config
-        return AdamWStep(
-            lr=settings.lr if lr is None else lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            step=self.step_count + 1,
-            grad_scale=grad_scale,
-            decay_norms_and_biases=settings.decay_norms_and_biases,
-        )
-
-    def _update_ahead(self, unit: UnitState, landed: Event) -> None:
-        update = self._speculation.update_of(unit, self._adamw)
-        if update is not None:
-            self.streams.optimizer.wait(landed, "gradient on the host before its update")
-            self._start_update(unit, update, self._speculation.step)
-
-    def _start_update(self, unit: UnitState, update: Callable[[], None], step: AdamWStep) -> None:
-        self.streams.optimizer.run(partial(self._update, unit, update, step))
-        self._updated[unit.plan.name] = self.streams.optimizer.record()
-
-    def _update(self, unit: UnitState, update: Callable[[], None], step: AdamWStep) -> None:
-        try:
-            update()
-        except Exception as error:
-            raise RuntimeError(f"AdamW of {unit.plan.name} failed in step {step.step}: {error}") from error
-
     def _wait_updated(self, unit: UnitState, purpose: str) -> None:
-        if unit.plan.name in self._updated:
-            self.streams.host_wait(self._updated[unit.plan.name], f"weights updated before {purpose}")
+        if self._adamw_config is not None:
+            self._updates.wait(unit, purpose)
 
     # ------------------------------------------------------------------------------------------------ weights
 
@@ -267,11 +240,6 @@ class StreamingEngine:
     def num_parameters(self) -> int:
         """Parameters of the model, a tied matrix counted once."""
         return self.plan.num_parameters
-
-    @property
-    def adamw_backend(self) -> str:
-        """The host AdamW kernel in use: native, deepspeed or torch."""
-        return self._adamw.backend
 
     def load_weights(self, source: str | Path | Iterable[tuple[str, Tensor]]) -> None:
         """Fill the master weights from a folder of safetensors or from (Hugging Face name, tensor) pairs.
@@ -338,7 +306,7 @@ class StreamingEngine:
         if self._ring is not None:
             return
         self._ring = DeviceRing(
-            self.plan, self.streams, self.counters, self.device, DTYPES[self.config.dtype], layer_slots
+            self.plan, self.streams, self.counters, self.device, DTYPES[self.config.dtype], layer_slots, self._compact
         )
         head, chunk = (self._ring.norm, self._ring.head_weight), self.config.head_chunk_tokens
         self._token_head = TokenHead(*head, chunk, self._compiled and self.device == "cuda")
@@ -348,7 +316,7 @@ class StreamingEngine:
 
     def _device_bytes(self) -> int:
         ring = 0 if self._ring is None else self._ring.nbytes
-        return ring + self._gradients.device_bytes
+        return ring + self._gradients.device_bytes + self._updates.device_bytes
 
     def release_device(self) -> None:
         """Wait for the device and free everything on it. Gradients that are on the host stay."""
@@ -368,7 +336,7 @@ class StreamingEngine:
             self.streams.close()
             if self._adamw_config is not None:
                 self._gradients.close()
-                self._adamw.close()
+                self._updates.close()
                 self._spill_area.close()
             self.state.close()
 
@@ -376,6 +344,7 @@ class StreamingEngine:
         self._ring = self._token_head = self._rotary = None
         if self._adamw_config is not None:
             self._gradients.release_device()
+            self._updates.release_device()
         if self.device == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # 32 MiB per stream that torch never frees by itself
             torch.cuda.empty_cache()

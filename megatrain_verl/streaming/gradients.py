@@ -9,7 +9,7 @@ arena, and the norm is taken on the host after the last addition.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -28,11 +28,15 @@ SQUARES_ELEMENTS = 16 << 20  # of which the sum of squares is taken at a time: 1
 
 @dataclass
 class Accumulator:
-    """A float32 buffer on the device for the gradient of one unit. `free`: its last content has left."""
+    """A float32 buffer on the device for the gradient of one unit. `free`: its last content has left.
+
+    `overlapping` lie in the same memory and are used in turn.
+    """
 
     name: str
     buffer: Tensor
     free: Event | None = None
+    overlapping: "list[Accumulator]" = field(default_factory=list)
 
 
 @dataclass
@@ -66,10 +70,11 @@ class GradientPath:
         self._on_device = self._resident = False
         self._accumulators: dict[str, Accumulator] = {}
 
-    def acquire_device(self, device: str, resident: bool) -> None:
+    def acquire_device(self, device: str, resident: bool, compact: bool = False) -> None:
         """Allocate the float32 accumulators and a staging buffer, unless they are there.
 
-        With `resident` one accumulator per unit, else two for the layers, and one for embedding and head in turn.
+        With `resident` one accumulator per unit, else two for the layers, and one for embedding and head in turn, which
+        lies over the layers' if `compact`.
         """
         if self._on_device and self._resident == resident:
             return
@@ -79,13 +84,13 @@ class GradientPath:
         self._resident = resident
         largest = max(unit.numel for unit in self._plan.layers)
         edge = max(self._plan.embedding.numel, self._plan.head.numel)
-        sizes = {"layer 0": largest, "layer 1": largest, "edge": edge}
         if resident:
-            sizes = {unit.name: unit.numel for unit in self._plan.units}
-        self._accumulators = {
-            name: Accumulator(f"{'resident' if resident else name} accumulator", torch.zeros(numel, device=device))
-            for name, numel in sizes.items()
-        }
+            self._accumulators = {
+                unit.name: Accumulator("resident accumulator", torch.zeros(unit.numel, device=device))
+                for unit in self._plan.units
+            }
+        else:
+            self._accumulators = _used_in_turn(largest, edge, device, compact)
         dtype = self._state.units[0].grad.dtype
         converted = 0 if dtype is torch.float32 else min(STAGING_ELEMENTS, max(largest, edge))
         self._staging = torch.empty(converted, dtype=dtype, device=device)
@@ -108,7 +113,8 @@ class GradientPath:
     def device_bytes(self) -> int:
         """Bytes of accumulators and staging buffer on the device."""
         staging = self._staging.nbytes if self._on_device else 0
-        return staging + sum(accumulator.buffer.nbytes for accumulator in self._accumulators.values())
+        memory = {each.buffer.untyped_storage() for each in self._accumulators.values()}
+        return staging + sum(storage.nbytes() for storage in memory)
 
     def check_addable(self) -> None:
         """Refuse to add to gradients that are there already, if their type would lose small terms.
@@ -137,8 +143,9 @@ class GradientPath:
         """The accumulator for `unit`, zeroed if it starts a sum; the compute stream waits until it may be used."""
         accumulator = self._accumulator(unit)
         if self._zeroes:
-            if accumulator.free is not None:
-                self._streams.compute.wait(accumulator.free, f"{accumulator.name} free")
+            for each in (accumulator, *accumulator.overlapping):
+                if each.free is not None:
+                    self._streams.compute.wait(each.free, f"{each.name} free")
             self._streams.compute.run(accumulator.buffer.zero_)
         return accumulator
 
@@ -219,6 +226,18 @@ class GradientPath:
             name = f"gradient slab {index}"
             self._slabs.append(Slab(name, HostBuffer(size, name, shared=False, register=self._register)))
         return self._slabs
+
+
+def _used_in_turn(layer: int, edge: int, device: str, compact: bool) -> dict[str, Accumulator]:
+    """Two accumulators of `layer` elements and one of `edge` elements, `compact`ly in the memory of the two."""
+    memory = torch.zeros(max(2 * layer, edge) if compact else 2 * layer + edge, device=device)
+    layers = [Accumulator(f"layer {index} accumulator", memory[index * layer :][:layer]) for index in range(2)]
+    last = Accumulator("edge accumulator", memory[:edge] if compact else memory[2 * layer :])
+    if compact:
+        last.overlapping = layers
+        for accumulator in layers:
+            accumulator.overlapping = [last]
+    return {"layer 0": layers[0], "layer 1": layers[1], "edge": last}
 
 
 def _sum_of_squares(gradient: Tensor) -> Tensor:

@@ -42,11 +42,24 @@ class HostAdamW:
         self.backend: str = self._kernel.name
         self._thread = threading.local()
 
-    def update(self, unit: UnitState, step: AdamWStep, into: UnitState | None = None) -> None:
+    @property
+    def native(self) -> NativeAdamW | None:
+        """The native kernel, if that is the one in use."""
+        return self._kernel if isinstance(self._kernel, NativeAdamW) else None
+
+    def update(
+        self,
+        unit: UnitState,
+        step: AdamWStep,
+        into: UnitState | None = None,
+        *,
+        start: int = 0,
+        end: int | None = None,
+    ) -> None:
         """One AdamW step on `unit` from its gradient, which is left as it is; the reference is kept before that.
 
-        With `into` the results go to its arenas and those of `unit` stay as they are. May be called from any thread,
-        but from one at a time.
+        With `into` the results go to its arenas and those of `unit` stay as they are. Only elements [start, end) are
+        updated, both multiples of 64. May be called from any thread, but from one at a time.
         """
         # Each thread has its own OpenMP setting and starts from OMP_NUM_THREADS (1 under Ray and torchrun), whatever
         # the main thread has set.
@@ -54,8 +67,8 @@ class HostAdamW:
             self._kernel.start_thread()
             self._thread.started = True
         unit.keep_reference()
-        for start, end, decayed in decay_runs(unit.plan, everything=step.decay_norms_and_biases):
-            self._kernel.update(unit, into or unit, start, end, step, step.weight_decay if decayed else 0.0)
+        for first, last, decayed in decay_runs(unit.plan, everything=step.decay_norms_and_biases, start=start, end=end):
+            self._kernel.update(unit, into or unit, first, last, step, step.weight_decay if decayed else 0.0)
 
     def close(self) -> None:
         """Release the kernel's own state."""
@@ -86,8 +99,10 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def decay_runs(plan: UnitPlan, *, everything: bool) -> Iterator[tuple[int, int, bool]]:
-    """(start, end, decayed) of the longest runs of `plan`'s arenas with one answer to "is this decayed?".
+def decay_runs(
+    plan: UnitPlan, *, everything: bool, start: int = 0, end: int | None = None
+) -> Iterator[tuple[int, int, bool]]:
+    """(first, last, decayed) of the longest runs in [start, end) of `plan`'s arenas that are all decayed or all not.
 
     Without `everything`, one-dimensional parameters are not. Alignment padding joins the parameter before it: it is
     zero and stays so.
@@ -95,5 +110,8 @@ def decay_runs(plan: UnitPlan, *, everything: bool) -> Iterator[tuple[int, int, 
     ends = [span.offset for span in plan.spans[1:]] + [plan.numel]
     parts = zip(plan.spans, ends, strict=True)
     for decayed, group in itertools.groupby(parts, key=lambda part: everything or len(part[0].shape) > 1):
-        (first, end), *rest = group
-        yield first.offset, rest[-1][1] if rest else end, decayed
+        group = list(group)
+        first = max(group[0][0].offset, start)
+        last = group[-1][1] if end is None else min(group[-1][1], end)
+        if first < last:
+            yield first, last, decayed

@@ -115,8 +115,10 @@ class LayerMajorPass:
         kept_from = len(self._layers) - plan.kept_layers
         visits = backward_visits(len(self._layers), interval, kept_from)
         self._forward(inputs, interval, kept_from)
+        first = self._layers[visits[0][0]]
         inputs.prefetch(visits[0][0], self._count)
-        self._load(self._layers[visits[0][0]])
+        if self._ring.disjoint(first.plan, self._head.plan):
+            self._load(first)
 
         self._ring.use(self._head.plan)
         edge = gradients.begin(self._head)
@@ -161,7 +163,7 @@ class LayerMajorPass:
 
         last = len(self._layers) - 1
         for layer, template in self._visit(list(range(last + 1))):
-            if layer == last and not self._tied:
+            if layer == last and not self._tied and self._ring.disjoint(self._layers[last].plan, self._head.plan):
                 self._load(self._head)
             for m in range(self._count):
                 if inputs is not None and layer >= kept_from:
@@ -170,6 +172,8 @@ class LayerMajorPass:
                 if inputs is not None and layer % interval == 0:
                     inputs.keep(layer, m, partial(self._hidden.__getitem__, m))
                 self._run(self._do_layer, m, layer, template)
+        if not self._tied:
+            self._load(self._head)
 
     def _visit(
         self, layers: list[int], prefetch: Callable[[int], None] = lambda layer: None
@@ -183,7 +187,7 @@ class LayerMajorPass:
             prefetch(layer)
             unit = self._layers[layer].plan
             # The first layer of another segment may belong into the very slot that is in use.
-            early = following is not None and self._ring.slot(unit) is not self._ring.slot(self._layers[following].plan)
+            early = following is not None and self._ring.disjoint(unit, self._layers[following].plan)
             if early:
                 self._load(self._layers[following])
             self._ring.use(unit)

@@ -24,7 +24,8 @@ from megatrain_verl.streaming.optimizer_step import AdamWStep
 
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "native" / "adamw.c"
-FLAGS = ("-O3", "-shared", "-fPIC")
+# Without contraction the compiler adds no fused multiply-add: the kernel on the device computes the same bits.
+FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
 LEVELS = ("plain", "AVX2", "AVX-512")
 LINE = 64  # elements; slices of different threads share no cache line in any arena
 
@@ -106,7 +107,10 @@ class NativeAdamW:
         self, unit: UnitState, into: UnitState, start: int, end: int, step: AdamWStep, weight_decay: float
     ) -> None:
         """Update elements [start, end) of the arenas of `unit`, writing those of `into` (which may be `unit`)."""
-        settings = Settings.of(step, weight_decay)
+        self.update_slices(unit, into, start, end, Settings.of(step, weight_decay))
+
+    def update_slices(self, unit: UnitState, into: UnitState, start: int, end: int, settings: Settings) -> None:
+        """The same with the numbers of the update given."""
         lines = -(-(end - start) // LINE)
         share = -(-lines // self._threads) * LINE
         slices = [(first, min(first + share, end)) for first in range(start, end, share)]

@@ -9,7 +9,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from megatrain_verl.streaming.streams import QUEUES, Event, Streams
+from megatrain_verl.streaming.streams import LANES, QUEUES, Event, Streams
 
 
 class SimulatedEvent:
@@ -72,9 +72,10 @@ class SimulatedStreams(Streams):
         self._random = random.Random(seed)
         self._drop = drop
         self.waits: set[str] = set()
-        self._priority = [SimulatedQueue(self) for _ in QUEUES]
-        for name, queue in zip(QUEUES, self._priority, strict=True):
+        self._priority = [SimulatedQueue(self) for _ in range(len(QUEUES) + LANES)]
+        for name, queue in zip(QUEUES, self._priority, strict=False):
             setattr(self, name, queue)
+        self.lanes = self._priority[len(QUEUES) :]
         self._random.shuffle(self._priority)
         self._change = self._random.choice((0.0, 0.01, 0.1))  # how often priorities change, per piece of work
 
@@ -109,8 +110,8 @@ class SimulatedStreams(Streams):
             queue.items.clear()
 
     def idle(self) -> bool:
-        """Whether all work of the passes has run; AdamW may still be pending."""
-        return not any(queue.items for queue in self._of_a_pass())
+        """Whether all work on the device has run; AdamW on the host may still be pending."""
+        return not any(queue.items for queue in (*self._of_a_pass(), *self.lanes))
 
     def _of_a_pass(self) -> tuple[SimulatedQueue, ...]:
         return self.weight, self.compute, self.grad, self.adder

@@ -1,6 +1,6 @@
 """Where work runs: the weight, compute and gradient streams of the device, and two threads of the host.
 
-Five queues behind one interface. `run` puts work into a queue, `record` marks a point of it, `wait` makes a queue
+Queues behind one interface. `run` puts work into a queue, `record` marks a point of it, `wait` makes a queue
 wait for a mark of another one; nothing in a step waits for the whole device.
 
     weight     host arena -> device slot
@@ -8,8 +8,9 @@ wait for a mark of another one; nothing in a step waits for the whole device.
     grad       gradient accumulator -> host arena
     adder      gradient slab -> added to the host arena
     optimizer  AdamW on the host, one unit after the other
+    lanes      AdamW on the device, a chunk at a time: in, update, out
 
-On CUDA the first three are streams and the others threads. On CPU the first three run inline. `simulated_streams.py`
+On CUDA the first three and the lanes are streams and the others threads. On CPU they run inline. `simulated_streams.py`
 has the third kind, which runs the recorded work in random allowed orders to find missing waits.
 """
 
@@ -22,6 +23,7 @@ from typing import Protocol
 import torch
 
 QUEUES = ("weight", "compute", "grad", "adder", "optimizer")
+LANES = 3
 
 
 class Event(Protocol):
@@ -48,13 +50,14 @@ class WorkQueue(Protocol):
 
 
 class Streams:
-    """The five queues. `host_wait` is the only way in which the engine's main thread waits for one of them."""
+    """All queues. `host_wait` is the only way in which the engine's main thread waits for one of them."""
 
     weight: WorkQueue
     compute: WorkQueue
     grad: WorkQueue
     adder: WorkQueue
     optimizer: WorkQueue
+    lanes: list[WorkQueue]
 
     def host_wait(self, event: Event, reason: str) -> None:
         """Block the main thread until `event`. `reason` names what must be ready."""
@@ -176,6 +179,7 @@ class DeviceStreams(Streams):
     def __init__(self, device: str) -> None:
         make = _cuda_queue if device == "cuda" else lambda name: InlineQueue()
         self.weight, self.compute, self.grad = (make(name) for name in ("weight", "compute", "grad"))
+        self.lanes = [make(f"lane {index}") for index in range(LANES)]
         self.adder = ThreadQueue("gradient adder")
         self.optimizer = ThreadQueue("host optimizer")
 

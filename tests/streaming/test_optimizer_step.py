@@ -57,7 +57,7 @@ def test_a_step_only_starts_the_update_and_a_unit_is_waited_for_alone(setup):
     engine = setup()
     backward(engine)
     before = {name: weight.clone() for name, weight in engine.named_weights()}
-    held = engine._adamw = HeldAdamW(engine._adamw)
+    held = engine._updates._adamw = HeldAdamW(engine._updates._adamw)
     engine.optimizer_step()
     assert held.updated == []  # returned before any unit was updated
     held.released.set()
@@ -71,12 +71,12 @@ def test_settings_of_a_step_are_those_of_its_call(setup):
     engine, control = setup(), setup()
     for each in (engine, control):
         backward(each)
-    held = engine._adamw = HeldAdamW(engine._adamw)
+    held = engine._updates._adamw = HeldAdamW(engine._updates._adamw)
     engine.optimizer_step(lr=3e-3)
     engine._adamw_config.lr, engine._adamw_config.weight_decay = 1.0, 1.0
     engine.zero_grad()  # must not touch the gradients that the held update still reads
     held.released.set()
-    control._adamw_config = AdamWConfig(lr=1e-2)
+    control._adamw_config = control._updates._settings = AdamWConfig(lr=1e-2)
     control.optimizer_step(lr=3e-3)
     assert same(oracle.masters(engine), oracle.masters(control))
 

@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from megatrain_verl.config import AdamWConfig
+from megatrain_verl.streaming import device_adamw
 from megatrain_verl.streaming.pass_plan import PassPlan
 from megatrain_verl.streaming.simulated_streams import SimulatedStreams
 from tests import oracle
 
 ORDERS = 25
+
+
+@pytest.fixture(autouse=True)
+def many_chunks(monkeypatch):
+    monkeypatch.setattr(device_adamw, "CHUNK_ELEMENTS", 512)
 
 
 def train(streams, *, layers=4, **settings):
@@ -59,6 +65,10 @@ def train(streams, *, layers=4, **settings):
         backward(calls)
         engine.release_device()
         results.append(torch.tensor(streams is None or streams.idle()))
+    step()
+    engine.release_device()
+    results += [weight.clone() for _, weight in engine.named_weights()]
+    results.append(torch.tensor(engine._updates.device_bytes))
     engine.close()
     return results
 
@@ -69,7 +79,9 @@ def same_bits(left, right):
 
 RESIDENT = {"plan": PassPlan((2, 1), layer_slots=4, kept_layers=1, resident_gradients=True)}
 AHEAD = {"speculative_adamw_gb": 1.0}
+SHARED = {"device_adamw": True, "optimizer_backend": "native"}
 SPILL = {"device_activation_gb": 0}
+COMPACT = {"layers": 2, "resident_layers": 0}
 MODELS = [
     {},
     {"layers": 2},
@@ -81,7 +93,9 @@ MODELS = [
     {"plan": PassPlan((3,), layer_slots=3, kept_layers=3, keep_logit_gradients=True)},
     RESIDENT,
     AHEAD,
-    {"tied": True, **RESIDENT, **AHEAD},
+    SHARED,
+    COMPACT,
+    {"tied": True, **RESIDENT, **AHEAD, **SHARED},
 ]
 
 
@@ -94,14 +108,24 @@ def test_every_allowed_order_gives_the_same_bits(settings):
 
 def test_every_wait_is_needed():
     """Some waits follow from others in most models, and are needed in some: several take part."""
-    models = [{}, {"layers": 2}, {"tied": True}, SPILL, {"layers": 2, "wave_tokens": 15, **SPILL}, RESIDENT, AHEAD]
+    models = [
+        {},
+        {"layers": 2},
+        {"tied": True},
+        SPILL,
+        {"layers": 2, "wave_tokens": 15, **SPILL},
+        RESIDENT,
+        AHEAD,
+        SHARED,
+        COMPACT,
+    ]
     expected = [train(None, **model) for model in models]
     reasons = set()
     for model in models:
         streams = SimulatedStreams(0)
         train(streams, **model)
         reasons |= streams.waits
-    assert len(reasons) == 38, sorted(reasons)
+    assert len(reasons) == 43, sorted(reasons)
     for reason in sorted(reasons):
         orders = ((seed, index) for seed in range(ORDERS) for index in range(len(models)))
         found = any(goes_wrong(seed, reason, models[index], expected[index]) for seed, index in orders)

@@ -1,0 +1,106 @@
+"""AdamW of one step, unit by unit: where it runs, and how others wait for a unit and for no other.
+
+An update runs on the host's cores. On CUDA the last part of each unit goes to the device meanwhile (`DeviceShare`).
+With `speculative_adamw_gb` units are updated before the gradient norm is known (`Speculation`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from megatrain_verl.config import AdamWConfig
+from megatrain_verl.streaming.device_adamw import DeviceShare
+from megatrain_verl.streaming.host_adamw import HostAdamW
+from megatrain_verl.streaming.host_store import UnitState
+from megatrain_verl.streaming.optimizer_step import AdamWStep
+from megatrain_verl.streaming.speculation import Speculation
+from megatrain_verl.streaming.streams import Event, Streams
+
+
+class UnitUpdates:
+    """Starts the updates of all units and knows when each is done.
+
+    Args:
+        settings: of AdamW.
+        adamw: the host's kernel.
+        share: the device's part of each update; None leaves everything to the host.
+        streams: the `optimizer` queue runs the updates.
+    """
+
+    def __init__(self, settings: AdamWConfig, adamw: HostAdamW, share: DeviceShare | None, streams: Streams) -> None:
+        self._settings, self._adamw, self._share, self._streams = settings, adamw, share, streams
+        self._updated: dict[str, Event] = {}  # unit -> mark behind the host's part of its last update
+        self._speculation = Speculation()
+
+    def guess(self, lr: float | None, step: int) -> None:
+        """From now on units may be updated ahead for the step of this number with `lr`; None drops what was."""
+        self._speculation.start(None if lr is None else self._step(lr, 1.0, step))
+
+    def ahead(self, unit: UnitState, landed: Event) -> None:
+        """The gradient of `unit` is in its arena behind `landed`: update the unit ahead, if that is wanted."""
+        update = self._speculation.update_of(unit, self._adamw)
+        if update is not None:
+            self._streams.optimizer.wait(landed, "gradient on the host before its update")
+            self._start(unit, update, self._speculation.step)
+
+    def start(self, units: list[UnitState], lr: float | None, grad_scale: float, number: int) -> None:
+        """Start step `number` on all `units`, in this order, but for those that were updated ahead."""
+        step = self._step(lr, grad_scale, number)
+        updated = self._speculation.take(step)
+        rest = [unit for unit in units if unit.plan.name not in updated]
+        for unit, following in zip(rest, [*rest[1:], None], strict=True):
+            update = self._adamw.update if self._share is None else partial(self._share.update, following=following)
+            self._start(unit, partial(update, unit, step), step)
+
+    def wait(self, unit: UnitState, purpose: str) -> None:
+        """Block until `unit` is updated.
+
+        Raises:
+            RuntimeError: an update failed; names the unit.
+        """
+        if unit.plan.name not in self._updated:
+            return
+        reason = f"weights updated before {purpose}"
+        self._streams.host_wait(self._updated[unit.plan.name], reason)
+        if self._share is not None:
+            for event in self._share.pending(unit):
+                self._streams.host_wait(event, f"weights updated on the device before {purpose}")
+
+    def release_device(self) -> None:
+        """Free what the updates use on the device. If the device takes part, waits for all that have been started."""
+        if self._share is not None:
+            try:
+                self._streams.host_wait(self._streams.optimizer.record(), "AdamW started")
+            finally:
+                self._share.release()
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device."""
+        return 0 if self._share is None else self._share.device_bytes
+
+    def close(self) -> None:
+        """Release the kernel's own state, after the queues have ended."""
+        self._adamw.close()
+
+    def _start(self, unit: UnitState, update: Callable[[], None], step: AdamWStep) -> None:
+        self._streams.optimizer.run(partial(_named_update, unit, update, step))
+        self._updated[unit.plan.name] = self._streams.optimizer.record()
+
+    def _step(self, lr: float | None, grad_scale: float, number: int) -> AdamWStep:
+        settings = self._settings
+        return AdamWStep(
+            lr=settings.lr if lr is None else lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            step=number,
+            grad_scale=grad_scale,
+            decay_norms_and_biases=settings.decay_norms_and_biases,
+        )
+
+
+def _named_update(unit: UnitState, update: Callable[[], None], step: AdamWStep) -> None:
+    try:
+        update()
+    except Exception as error:
+        raise RuntimeError(f"AdamW of {unit.plan.name} failed in step {step.step}: {error}") from error
