@@ -11,7 +11,8 @@ from torch import nn
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.host_store import ParameterState
 from megatrain_verl.streaming.model_plan import ModelPlan, plan_model
-from megatrain_verl.streaming.weight_files import load_into, read_weights
+from megatrain_verl.streaming.weight_files import load_into
+from megatrain_verl.streaming.weight_folder import read_weights
 from tests.oracle import plain_model, tiny_config
 
 

@@ -5,7 +5,6 @@ keeps them) and `state.json`: format version, model, contents and the caller's `
 policy are not in it.
 """
 
-import copy
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatrain_verl.streaming.atomic_folder import atomic_folder, check_disk_spa
 from megatrain_verl.streaming.host_store import SPLIT_CHUNK, ParameterState, UnitState
 from megatrain_verl.streaming.master_weights import join_master, split_master
 from megatrain_verl.streaming.model_plan import ModelPlan
+from megatrain_verl.streaming.quantised_weights import without_quantization
 
 FORMAT_VERSION = 1
 STATE_FILE = "state.json"
@@ -119,7 +119,7 @@ def export_pretrained(
             total += sum(tensor.nbytes for tensor in tensors.values())
             dtype = next(iter(tensors.values())).dtype
         _name_shards(partial, shards, total)
-        exported = copy.deepcopy(config)
+        exported = without_quantization(config)
         exported.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
         exported.dtype = dtype
         exported.save_pretrained(partial)

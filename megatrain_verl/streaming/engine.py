@@ -253,15 +253,16 @@ class StreamingEngine:
         weight_files.load_into(self.state, self.plan, source)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, weight in the compute dtype) in forward order; views of the host arenas, tied once.
+        """(checkpoint name, weight in the compute dtype) in forward order; views of the host arenas, tied once.
 
-        A view holds these weights until the next `optimizer_step`.
+        Names and cuts (experts apart or merged) are those of the folder that was loaded last, else the ones that
+        transformers saves. A view holds these weights until the next `optimizer_step`.
         Waits for the AdamW of each unit as it comes to it, and for no other.
         """
         for unit in self.state.units:
             self._wait_updated(unit, "export")
             for span in unit.plan.spans:
-                yield span.name, unit.view(unit.weight, span)
+                yield from self.plan.hub.export(span.name, unit.view(unit.weight, span))
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:

@@ -13,6 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain_verl.streaming import attention
+from megatrain_verl.streaming.hub_layout import HubLayout
+from megatrain_verl.streaming.quantised_weights import check_quantization
 
 # Families whose loss, gradients and updates are compared with plain transformers in tests/. Others differ in places
 # that go wrong silently (soft-caps, embedding scales, masks), so they are refused instead.
@@ -58,6 +60,8 @@ class ModelPlan:
     head: UnitPlan
     norm: nn.Module
     rotary: nn.Module
+    # Names and cuts of the parameters in checkpoints; a folder that is loaded replaces it by its own.
+    hub: HubLayout
     # The token whose embedding gets no gradient (Hugging Face models name pad_token_id); None: every token's does.
     padding_idx: int | None = None
     # Names by which checkpoints may also call a parameter (the tied output matrix), not to be loaded or exported.
@@ -127,6 +131,7 @@ def plan_model(config: PretrainedConfig) -> ModelPlan:
     _refuse_unplanned(model, decoder)
 
     tied = model.get_output_embeddings().weight is decoder.embed_tokens.weight
+    aliases = {"lm_head.weight": names[id(decoder.embed_tokens.weight)]} if tied else {}
     ends = {"embedding": [("embed_tokens", decoder.embed_tokens)], "head": [("norm", decoder.norm)]}
     if tied:
         ends["embedding"] += ends.pop("head")
@@ -152,8 +157,9 @@ def plan_model(config: PretrainedConfig) -> ModelPlan:
         head=planned.get("head", planned["embedding"]),
         norm=decoder.norm,
         rotary=decoder.rotary_emb,
+        hub=HubLayout(model, names.values(), aliases),
         padding_idx=decoder.embed_tokens.padding_idx,
-        aliases={"lm_head.weight": names[id(decoder.embed_tokens.weight)]} if tied else {},
+        aliases=aliases,
     )
 
 
@@ -162,13 +168,7 @@ def check_supported(config: PretrainedConfig) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
         raise ValueError(f"{kind} is an encoder-decoder model; the streaming engine trains decoder-only models")
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        raise ValueError(
-            f"the checkpoint is quantised ({getattr(method, 'value', method)}); full-parameter training needs "
-            "bfloat16, float16 or float32 weights: dequantise it first"
-        )
+    check_quantization(getattr(config, "quantization_config", None))
     if kind not in VERIFIED_MODEL_TYPES:
         raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(VERIFIED_MODEL_TYPES)}")
 

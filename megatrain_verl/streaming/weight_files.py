@@ -1,154 +1,160 @@
-"""Hugging Face safetensors into the host arenas, one tensor at a time: no second copy of the model ever exists."""
+"""Checkpoint weights into the host arenas, a tensor or a part of one at a time: no second copy of the model exists."""
 
-import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
 from megatrain_verl.streaming.host_store import SPLIT_CHUNK, ParameterState, UnitState
+from megatrain_verl.streaming.hub_layout import Place
 from megatrain_verl.streaming.model_plan import ModelPlan, ParameterSpan
+from megatrain_verl.streaming.quantised_weights import stored_weights
+from megatrain_verl.streaming.weight_folder import WeightFolder, some
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
+logger = logging.getLogger(__name__)
+
 # As safetensors headers and torch call the types that weights may have; float8 and integers are quantised weights.
 FLOAT_DTYPES = ("BF16", "F16", "F32", "F64", "torch.bfloat16", "torch.float16", "torch.float32", "torch.float64")
-# Old Llama checkpoints store a buffer that follows from the config.
-IGNORED_SUFFIX = "rotary_emb.inv_freq"
-SHOWN = 5  # names in an error message
-
-
-def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every weight in a Hugging Face folder, shard by shard; tensors are views of the mapped file.
-
-    Raises:
-        ValueError: a missing folder, index or shard, a damaged file, or pickled weights only; names it.
-    """
-    for path in shard_paths(folder):
-        with _open_shard(path) as shard:
-            for name in shard.keys():
-                yield name, shard.get_tensor(name)
-
-
-def shard_paths(folder: str | Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder, all of which exist.
-
-    Raises:
-        ValueError: see `read_weights`.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give the local folder of a downloaded model")
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    if not (folder / INDEX_FILE).is_file():
-        _refuse_pickled(folder)
-        raise ValueError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; is the download complete?")
-    try:
-        names = json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / INDEX_FILE} is not a safetensors index: {error!r}; download it again") from error
-    paths = [folder / name for name in dict.fromkeys(names)]
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        raise ValueError(f"{folder} lacks {_some(missing)} of its {len(paths)} shards; download them again")
-    return paths
 
 
 def load_into(state: ParameterState, plan: ModelPlan, source: str | Path | Iterable[tuple[str, Tensor]]) -> None:
     """Set every master weight of `state` from a folder of safetensors or from (name, CPU tensor) pairs.
 
-    Names may lack the "model." prefix, as in a file of the base model. A tied weight may come under either of its
-    names, or under both with the same values. A folder is checked in full before anything is read.
+    Names and shapes are those of the family's checkpoints or of its transformers model (experts apart or merged); the
+    prefix of the base model may be missing. A tied weight may come under either of its names, or under both with the
+    same values. A folder is checked in full before anything is read, and `plan.hub` becomes its layout, so that an
+    export has the names of the folder. Quantised folders: see `quantised_weights`.
 
     Raises:
         ValueError: parameters that are missing, unknown, repeated, of another shape or quantised; names the first few.
     """
     if isinstance(source, str | Path):
-        checks = _Checklist(plan)
-        for path in shard_paths(source):
-            with _open_shard(path) as shard:
-                for name in shard.keys():
-                    header = shard.get_slice(name)
-                    checks.admit(name, torch.Size(header.get_shape()), header.get_dtype())
-        checks.finish()
-        source = read_weights(source)
-
-    targets = {span.name: (unit, span) for unit, span in state.parameters()}
-    checks, written = _Checklist(plan), set()
-    # Shown from the third second on, so not for small models.
-    with tqdm(total=plan.num_parameters, unit=" parameters", unit_scale=True, desc="loading weights", delay=2) as bar:
+        with WeightFolder(source) as folder:
+            _load_folder(state, plan, folder)
+        return
+    checks = _Checklist(plan)
+    with _Writer(state, plan) as writer:
         for name, tensor in source:
-            target = checks.admit(name, tensor.shape, str(tensor.dtype))
-            if target is None:
-                continue
-            if target in written:
-                _check_tied(plan, *targets[target], tensor)
-                continue
-            targets[target][0].write(targets[target][1], tensor)
-            written.add(target)
-            bar.update(tensor.numel())
+            place = checks.admit(name, tensor.shape, str(tensor.dtype))
+            if place is not None:
+                writer.write(place, [(0, tensor)])
     checks.finish()
+
+
+def _load_folder(state: ParameterState, plan: ModelPlan, folder: WeightFolder) -> None:
+    weights = stored_weights(folder)
+    plan.hub = plan.hub.as_in(weight.header.name for weight in weights)
+    checks = _Checklist(plan)
+    places = [checks.admit(w.header.name, w.header.shape, w.header.dtype) for w in weights]
+    checks.finish()
+    if checks.ignored:
+        logger.warning(
+            "%s holds %d weights that the %s model of transformers does not have, as those that only predict further "
+            "tokens; they are left out: %s",
+            folder.path,
+            len(checks.ignored),
+            plan.config.model_type,
+            some(checks.ignored),
+        )
+    with _Writer(state, plan) as writer:
+        for weight, place in zip(weights, places, strict=True):
+            if place is not None:
+                writer.write(place, weight.parts())
+
+
+class _Writer:
+    """Writes blocks of parameters to the arenas, and compares the second copy of a tied one with the first."""
+
+    def __init__(self, state: ParameterState, plan: ModelPlan) -> None:
+        self._plan = plan
+        self._targets = {span.name: (unit, span) for unit, span in state.parameters()}
+        self._written: set[str] = set()
+        # Shown from the third second on, so not for small models.
+        total = plan.num_parameters
+        self._bar = tqdm(total=total, unit=" parameters", unit_scale=True, desc="loading weights", delay=2)
+
+    def write(self, place: Place, parts: Iterable[tuple[int, Tensor]]) -> None:
+        """Write `parts`, (first element, values), of the block at `place`."""
+        unit, span = self._targets[place.parameter]
+        for start, values in parts:
+            part = ParameterSpan(span.name, span.local, values.shape, span.offset + place.block.offset + start)
+            if place.block.name in self._written:
+                _check_tied(self._plan, unit, part, values)
+            else:
+                unit.write(part, values)
+                self._bar.update(values.numel())
+        self._written.add(place.block.name)
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
 
 
 class _Checklist:
     """The parameters of a plan, ticked off as weights come by; everything wrong is reported at the end at once."""
 
     def __init__(self, plan: ModelPlan) -> None:
-        self._shapes = {span.name: span.shape for unit in plan.units for span in unit.spans}
-        self._aliases = plan.aliases
+        self._hub = plan.hub
+        self._parameters = [span.name for unit in plan.units for span in unit.spans]
         self._model_type = plan.config.model_type
         self._names: set[str] = set()
         self._present: set[str] = set()
+        self.ignored: list[str] = []
         self._unknown: list[str] = []
         self._repeated: list[str] = []
         self._misshapen: list[str] = []
         self._quantised: list[str] = []
 
-    def admit(self, name: str, shape: torch.Size, dtype: str) -> str | None:
-        """The parameter that the weight `name` belongs to, or None if it must not be loaded."""
-        full = name if name in self._shapes or name in self._aliases else f"model.{name}"
-        target = self._aliases.get(full, full)
-        if target not in self._shapes:
-            if not name.endswith(IGNORED_SUFFIX):
-                self._unknown.append(name)
+    def admit(self, name: str, shape: torch.Size, dtype: str) -> Place | None:
+        """Where the weight `name` belongs, or None if it must not be loaded."""
+        place = self._hub.find(name)
+        if place is None:
+            (self.ignored if self._hub.ignores(name) else self._unknown).append(name)
             return None
-        wrong = None
-        if full in self._names:
+        block, wrong = place.block, None
+        merged_too = block.name != place.parameter and place.parameter in self._present
+        if place.name in self._names or merged_too:
             wrong, what = self._repeated, name
         elif dtype not in FLOAT_DTYPES:
             wrong, what = self._quantised, f"{name} ({dtype.removeprefix('torch.')})"
-        elif shape != self._shapes[target]:
-            wrong, what = self._misshapen, f"{name} {tuple(shape)} instead of {tuple(self._shapes[target])}"
-        self._names.add(full)
-        self._present.add(target)
+        elif tuple(shape) != block.shape:
+            wrong, what = self._misshapen, f"{name} {tuple(shape)} instead of {block.shape}"
+        self._names.add(place.name)
+        self._present.add(block.name)
         if wrong is not None:
             wrong.append(what)
             return None
-        return target
+        return place
 
     def finish(self) -> None:
         """Raise unless every parameter has come exactly once and as it should be."""
-        missing = [name for name in self._shapes if name not in self._present]
         faults = {
             "quantised": self._quantised,
             "of another shape": self._misshapen,
-            "missing": missing,
+            "missing": [name for parameter in self._parameters for name in self._missing(parameter)],
             "unknown": self._unknown,
             "given twice": self._repeated,
         }
-        found = [f"{len(names)} {fault}: {_some(names)}" for fault, names in faults.items() if names]
+        found = [f"{len(names)} {fault}: {some(names)}" for fault, names in faults.items() if names]
         if self._quantised:
             found.append("full-parameter training needs bfloat16, float16 or float32 weights: dequantise them first")
         elif found:
             found.append("do config.json and the weight files belong together?")
         if found:
             raise ValueError(f"these weights do not fit the {self._model_type} model: " + "; ".join(found))
+
+    def _missing(self, parameter: str) -> list[str]:
+        """Checkpoint names of what lacks of a parameter: the parameter itself if all of it."""
+        if parameter in self._present:
+            return []
+        blocks = self._hub.blocks(parameter)
+        missing = [block for block in blocks if block.name not in self._present]
+        return [parameter] if len(missing) == len(blocks) else [self._hub.checkpoint_name(block) for block in missing]
 
 
 def _check_tied(plan: ModelPlan, unit: UnitState, span: ParameterSpan, value: Tensor) -> None:
@@ -165,26 +171,3 @@ def _check_tied(plan: ModelPlan, unit: UnitState, span: ParameterSpan, value: Te
                 f"the config ties {names}, but the weight files hold different values for them; "
                 "if the model is untied, set tie_word_embeddings to false in its config.json"
             )
-
-
-@contextmanager
-def _open_shard(path: Path) -> Iterator[safe_open]:
-    try:
-        shard = safe_open(path, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or incomplete ({error}); download it again") from error
-    with shard:
-        yield shard
-
-
-def _refuse_pickled(folder: Path) -> None:
-    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
-    if pickled:
-        raise ValueError(
-            f"{folder} holds pickled weights only ({_some(pickled)}), which can run code when read; convert them with "
-            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained(NEW_FOLDER)"
-        )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

@@ -149,7 +149,7 @@ def test_a_micro_batch_larger_than_a_wave_is_refused():
         (T5Config(), "encoder-decoder"),
         (Gemma2Config(), "gemma2.*not supported"),
         (Qwen2Config(quantization_config={"quant_method": "fp8"}), "quantised .fp8"),
-        (Qwen2Config(quantization_config={"quant_method": "mxfp4"}), "quantised .mxfp4"),
+        (Qwen2Config(quantization_config={"quant_method": "gptq", "bits": 4}), "quantised .gptq"),
     ],
 )
 def test_models_it_would_train_wrongly_are_refused_by_name(config, message):
