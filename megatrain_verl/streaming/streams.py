@@ -17,6 +17,8 @@ has the third kind, which runs the recorded work in random allowed orders to fin
 import functools
 import queue
 import threading
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -129,16 +131,25 @@ class ThreadEvent:
 
 
 class ThreadQueue:
-    """A host thread that works through its queue. After an error it does no more work; every later wait raises it."""
+    """A host thread that works through its queue. After an error it does no more work; every later wait raises it.
+
+    `spans`: (start, end) of the last pieces of work, in seconds since the epoch.
+    """
 
     def __init__(self, name: str) -> None:
+        self.spans: deque[tuple[float, float]] = deque(maxlen=4096)
         self._queue: queue.SimpleQueue[Callable[[], None] | ThreadEvent | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Callable[[], None]) -> None:
-        self._queue.put(work)
+        self._queue.put(functools.partial(self._timed, work))
+
+    def _timed(self, work: Callable[[], None]) -> None:
+        start = time.time()
+        work()
+        self.spans.append((start, time.time()))
 
     def record(self) -> Event:
         event = ThreadEvent(self)
@@ -174,14 +185,23 @@ def _cuda_queue(name: str) -> CudaQueue:
 
 
 class DeviceStreams(Streams):
-    """CUDA streams, or inline queues on CPU, and threads for the work on the host."""
+    """CUDA streams, or inline queues on CPU, and threads for the work on the host.
+
+    `waited`: seconds that the main thread has waited, by reason.
+    """
 
     def __init__(self, device: str) -> None:
+        self.waited: defaultdict[str, float] = defaultdict(float)
         make = _cuda_queue if device == "cuda" else lambda name: InlineQueue()
         self.weight, self.compute, self.grad = (make(name) for name in ("weight", "compute", "grad"))
         self.lanes = [make(f"lane {index}") for index in range(LANES)]
         self.adder = ThreadQueue("gradient adder")
         self.optimizer = ThreadQueue("host optimizer")
+
+    def host_wait(self, event: Event, reason: str) -> None:
+        start = time.perf_counter()
+        super().host_wait(event, reason)
+        self.waited[reason] += time.perf_counter() - start
 
     def abandon(self) -> None:
         for queue_of_device in (self.weight, self.compute, self.grad, self.adder):

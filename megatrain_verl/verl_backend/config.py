@@ -36,6 +36,8 @@ class MegaTrainEngineConfig(EngineConfig, StreamingConfig):
     # Size of verl's buffer for the weight transfer to the rollout, in MiB. Larger tensors bypass it, and verl can
     # send those from the device only. Follows rollout.checkpoint_engine.update_weights_bucket_megabytes.
     update_weights_bucket_megabytes: int = 2048
+    # File that gets a JSON line for each phase of the engine, for a timeline (docs/rl-timeline.md). None: no trace.
+    trace_file: str | None = None
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)

@@ -8,7 +8,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from megatrain_verl.verl_backend.checkpoint import CheckpointStore
 from megatrain_verl.verl_backend.config import MegaTrainEngineConfig
 from megatrain_verl.verl_backend.micro_batches import check_batch, to_micro_batch, to_model_output
 from megatrain_verl.verl_backend.optimizer import LearningRate, adamw_config
+from megatrain_verl.verl_backend.phases import PhaseLog
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class MegaTrainEngine(BaseEngine):
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
         self.streaming: StreamingEngine | None = None
+        self.phases: PhaseLog | None = None
+        self._scoring = "score_reference" if engine_config.forward_only else "score"
         self.learning_rate: LearningRate | None = None
         self.checkpoints = CheckpointStore(model_config, checkpoint_config)
         self.batches_without_labels = 0  # training batches so far whose every label is masked
@@ -86,6 +89,7 @@ class MegaTrainEngine(BaseEngine):
             keep_reference=trains and config.ref_in_actor,
         )
         self.streaming.load_weights(self.model_config.local_path)
+        self.phases = PhaseLog(self.streaming, config.trace_file)
         self.learning_rate = LearningRate(self.optimizer_config) if trains else None
         role = "actor" if trains else "reference"
         logger.info("host memory of the megatrain %s:\n%s", role, self.streaming.host_plan.table())
@@ -112,11 +116,25 @@ class MegaTrainEngine(BaseEngine):
         """Free all device memory ("cpu") or allocate the streaming buffers. Optimizer state never leaves the host."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         if model and device == "cpu":
-            self.streaming.release_device()
+            self.release_device()
         elif model:
             self.streaming.acquire_device()
 
+    def release_device(self) -> None:
+        """Give all device memory back to the rollout."""
+        self.streaming.release_device()
+        self.phases.released()
+
     # -------------------------------------------------------------------------------------------------- step
+
+    def train_batch(self, data: TensorDict, loss_function: Loss) -> dict[str, Any]:
+        """verl's: zero the gradients, add those of `data`, step. The last mini-batch of an RL update has the metrics
+        of `PhaseLog` too.
+        """
+        outputs = super().train_batch(data, loss_function)
+        if "responses" in data and tu.get_non_tensor_data(data, "update_lr_scheduler", True):
+            outputs["metrics"] |= self.phases.metrics()
+        return outputs
 
     def optimizer_zero_grad(self) -> None:
         self.streaming.zero_grad()
@@ -152,10 +170,13 @@ class MegaTrainEngine(BaseEngine):
             return loss
 
         if forward_only:
-            for index, outputs in enumerate(self.streaming.forward(packed, **scores)):
+            with self.phases.phase(self._scoring):
+                outputs_of_all = self.streaming.forward(packed, **scores)
+            for index, outputs in enumerate(outputs_of_all):
                 report(index, outputs)
         else:
-            self.streaming.forward_backward(packed, report, next_lr=self.learning_rate.value, **scores)
+            with self.phases.phase("forward_backward"):
+                self.streaming.forward_backward(packed, report, next_lr=self.learning_rate.value, **scores)
         keeps_outputs = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
         if labels == 0 and not forward_only and "responses" in data:
             reports[0]["metrics"]["actor/batches_without_labels"] = Metric("max", self.batches_without_labels)
@@ -187,7 +208,8 @@ class MegaTrainEngine(BaseEngine):
 
     def optimizer_step(self) -> float:
         """Start AdamW; returns the gradient norm before clipping. Not finite: nothing changes."""
-        norm = self.streaming.optimizer_step(self.learning_rate.value)
+        with self.phases.phase("optimizer_step"):
+            norm = self.streaming.optimizer_step(self.learning_rate.value)
         if not math.isfinite(norm):
             logger.warning("the gradient norm is %s: this step changes nothing", norm)
         return norm
@@ -207,13 +229,21 @@ class MegaTrainEngine(BaseEngine):
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         bucket = self.engine_config.update_weights_bucket_megabytes << 20
-        for name, weight in self.streaming.named_weights():
-            # A tensor larger than the buffer is sent by its own CUDA handle, which a host tensor does not have.
-            yield name, weight.to(get_device_id()) if weight.nbytes > bucket else weight
+        with self.phases.phase("export"):
+            for name, weight in self.streaming.named_weights():
+                self.phases.exported(weight.nbytes)
+                # A tensor larger than the buffer is sent by its own CUDA handle, which a host tensor does not have.
+                yield name, weight.to(get_device_id()) if weight.nbytes > bucket else weight
 
-    def disable_adapter(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
         """What verl enters to score with the reference policy: the weights as first loaded."""
-        return self.streaming.reference_weights()
+        scoring, self._scoring = self._scoring, "score_reference"
+        try:
+            with self.streaming.reference_weights():
+                yield
+        finally:
+            self._scoring = scoring
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
@@ -267,7 +297,7 @@ class DeviceBuffers(BaseEngineCtx):
         if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
             self.engine.optimizer_zero_grad()
         if not self.disable_auto_offload:
-            self.engine.streaming.release_device()
+            self.engine.release_device()
         self.engine.mode = None
 
 

@@ -1,0 +1,39 @@
+"""Starts verl's trainer as the example scripts do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Names of configs/rl/hardware/*.yaml, which are also the arguments of examples/environment.sh.
+ENVIRONMENT = '. examples/environment.sh "$1" && shift && exec "$@"'
+
+
+def hardware(device: str | None) -> str:
+    """`gpu` or `cpu` for "cuda", "cpu", or None: whether nvidia-smi finds a GPU."""
+    if device is None:
+        found = subprocess.run("nvidia-smi --list-gpus", shell=True, capture_output=True).returncode == 0
+        device = "cuda" if found else "cpu"
+    return "gpu" if device == "cuda" else "cpu"
+
+
+def run(module: str, arguments: list[str], environment: dict[str, str], machine: str, log: Path, limit: float) -> None:
+    """Run `python -m module arguments` in the environment for `machine` ("gpu" or "cpu"); all it prints goes to `log`.
+
+    Raises:
+        RuntimeError: it failed or took longer than `limit` seconds; the end of the log is in the message.
+    """
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = ["bash", "-c", ENVIRONMENT, "bash", machine, sys.executable, "examples/bounded_run.py", str(limit)]
+    command += [sys.executable, "-m", module, *arguments]
+    with log.open("w") as output:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | environment | {"PYTHONPATH": path},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    if done.returncode != 0:
+        raise RuntimeError(f"{module} ended with status {done.returncode}; {log} ends with\n{log.read_text()[-4000:]}")
