@@ -3,7 +3,7 @@
     python benchmarks/grpo_step.py --model qwen2.5-7b --prompts 8 --n 2 --prompt-len 512 --response-len 1024 --steps 4
 
 Needs no network: weights follow from the model's config, prompts and rewards from numbers. The run is that of
-configs/rl/qwen2_5_7b_grpo.yaml with the overrides that it prints. `--trainer fsdp` runs verl's own FSDP2 engine.
+configs/rl/qwen2_5_7b_grpo_80gb.yaml with the overrides that it prints. `--trainer fsdp` runs verl's own FSDP2 engine.
 """
 
 import argparse
@@ -14,9 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from grpo import report, training  # noqa: E402
-from grpo.gpu_memory import GpuMemorySampler  # noqa: E402
-from grpo.options import TRAINERS, Workload, overrides  # noqa: E402
+from grpo import report, training
+from grpo.gpu_memory import GpuMemorySampler
+from grpo.options import TRAINERS, Workload, overrides
+
+CONFIG = "qwen2_5_7b_grpo_80gb"
 
 
 def parse() -> argparse.Namespace:
@@ -49,7 +51,7 @@ def train(work: Workload, folder: Path, settings: list[str], limit: float) -> tu
     prompts = str(folder / "prompts.parquet")
     environment = {"MODEL_PATH": str(folder / "model"), "TRAIN_FILE": prompts, "TEST_FILE": prompts}
     environment |= {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}
-    arguments = ["--config-dir", str(training.ROOT / "configs/rl"), "--config-name", "qwen2_5_7b_grpo", *settings]
+    arguments = ["--config-dir", str(training.ROOT / "configs/rl"), "--config-name", CONFIG, *settings]
     start = time.time()
     with GpuMemorySampler(folder / "gpu_memory.csv") as sampler:
         training.run("megatrain_verl.main_ppo", arguments, environment, work.hardware, folder / "train.log", limit)

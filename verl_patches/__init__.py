@@ -6,7 +6,7 @@ Patches are idempotent and wait for the module they change, so that `import verl
 
 import os
 
-from verl_patches import atomic_tracker, config_checks, cpu_process_group, ref_in_actor
+from verl_patches import atomic_tracker, config_checks, cpu_process_group, ref_in_actor, rollout_failure
 
 
 def apply_all() -> None:
@@ -18,5 +18,6 @@ def apply_all() -> None:
     config_checks.apply()
     ref_in_actor.apply()
     atomic_tracker.apply()
+    rollout_failure.apply()
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         cpu_process_group.apply()

@@ -1,4 +1,4 @@
-"""Hydra overrides of configs/rl/qwen2_5_7b_grpo.yaml for a benchmark run, by trainer."""
+"""Hydra overrides of configs/rl/qwen2_5_7b_grpo_80gb.yaml for a benchmark run, by trainer."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,11 +81,11 @@ def overrides(work: Workload, folder: Path) -> list[str]:
     ]
     if work.trainer == "megatrain":
         return [*options, f"{ACTOR}.megatrain.trace_file={folder}/trace.jsonl"]
-    return [*options, *_fsdp(work)]
+    return [*options, *fsdp(work.hardware)]
 
 
-def _fsdp(work: Workload) -> list[str]:
-    """verl's own FSDP2 engine with everything offloaded, padded rows and SDPA: neither needs flash-attn."""
+def fsdp(hardware: str) -> list[str]:
+    """verl's own FSDP2 engine, on a GPU with everything offloaded; padded rows and SDPA, which need no flash-attn."""
     options = [
         "model_engine=dp",
         f"~{ACTOR}.megatrain",
@@ -96,7 +96,7 @@ def _fsdp(work: Workload) -> list[str]:
         "actor_rollout_ref.model.use_remove_padding=False",
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     ]
-    if work.hardware == "cpu":
+    if hardware == "cpu":
         precision = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
         options += [
             f"{ACTOR}.fsdp_config.use_torch_compile=False",

@@ -31,9 +31,9 @@ def summarize(work: Workload, folder: Path, samples: list[tuple[float, int]], st
     def median(name: str) -> float:
         return statistics.median(step[name] for step in measured)
 
+    total = median("timing_s/step")
     seconds = {name: median(f"timing_s/{name}") for name in _seconds(measured[0])}
-    total = seconds["step"]
-    seconds["other"] = statistics.median(_other(step) for step in measured)
+    seconds |= {"other": statistics.median(_other(step) for step in measured), "step": total}
     engine = {name: median(name) for name in measured[0] if name.startswith("actor/megatrain/")}
     trace = read_lines(folder / "trace.jsonl")
     spans = [(t["phase"], t["start"], t["start"] + t["seconds"]) for t in trace if t["phase"] != "adamw"]
@@ -52,12 +52,12 @@ def summarize(work: Workload, folder: Path, samples: list[tuple[float, int]], st
         "torch_peak_gb": max(step.get("actor/perf/max_memory_allocated_gb", 0.0) for step in measured),
         "host_used_gb": max(step["actor/perf/cpu_memory_used_gb"] for step in measured),
         "start_s": spans[0][1] - start if spans else None,
-        "steps": [_seconds(step) for step in steps],
+        "steps": [_seconds(step) | {"step": step["timing_s/step"]} for step in steps],
     }
 
 
 def _seconds(step: dict[str, float]) -> dict[str, float]:
-    return {name: step[f"timing_s/{name}"] for name in (*PHASES, "step") if f"timing_s/{name}" in step}
+    return {name: step[f"timing_s/{name}"] for name in PHASES if f"timing_s/{name}" in step}
 
 
 def _other(step: dict[str, float]) -> float:
