@@ -319,15 +319,18 @@ class StreamingEngine:
         ring = 0 if self._ring is None else self._ring.nbytes
         return ring + self._gradients.device_bytes + self._updates.device_bytes
 
-    def release_device(self) -> None:
-        """Wait for the device and free everything on it. Gradients that are on the host stay."""
+    def release_device(self, *, updates: bool = True) -> None:
+        """Wait for the device and free everything on it. Gradients that are on the host stay.
+
+        Without `updates` an AdamW in which the device takes part goes on, and keeps what it needs there.
+        """
         if self._ring is None:
-            self._free_device()  # of a failed pass: what its error still held when the rest was freed
+            self._free_device(updates=updates)  # of a failed pass: what its error still held when the rest was freed
             return
         # A pass ends when the compute stream has used all weights; gradients may still be on their way.
         self.streams.host_wait(self.streams.grad.record(), "gradients sent")
         self.streams.host_wait(self.streams.adder.record(), "gradients added")
-        self._free_device()
+        self._free_device(updates=updates)
 
     def close(self) -> None:
         """Wait for pending work and release all memory. The engine cannot be used afterwards."""
@@ -341,11 +344,12 @@ class StreamingEngine:
                 self._spill_area.close()
             self.state.close()
 
-    def _free_device(self) -> None:
+    def _free_device(self, *, updates: bool = True) -> None:
         self._ring = self._token_head = self._rotary = None
         if self._adamw_config is not None:
             self._gradients.release_device()
-            self._updates.release_device()
+            if updates:
+                self._updates.release_device()
         if self.device == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # 32 MiB per stream that torch never frees by itself
             torch.cuda.empty_cache()

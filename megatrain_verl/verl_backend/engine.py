@@ -125,6 +125,10 @@ class MegaTrainEngine(BaseEngine):
         self.streaming.release_device()
         self.phases.released()
 
+    def release_passes(self) -> None:
+        """Free what the passes used on the device. AdamW goes on there, under the weight transfer."""
+        self.streaming.release_device(updates=False)
+
     # -------------------------------------------------------------------------------------------------- step
 
     def train_batch(self, data: TensorDict, loss_function: Loss) -> dict[str, Any]:
@@ -296,7 +300,9 @@ class DeviceBuffers(BaseEngineCtx):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
             self.engine.optimizer_zero_grad()
-        if not self.disable_auto_offload:
+        if not self.disable_auto_offload and self.mode == "train":
+            self.engine.release_passes()  # verl calls to("cpu") when the weights have been sent
+        elif not self.disable_auto_offload:
             self.engine.release_device()
         self.engine.mode = None
 

@@ -62,13 +62,13 @@ def test_adamw_that_the_export_waits_for_is_counted(
     tiny: HFModelConfig, make: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, batch = make(tiny), rl_batch(tiny.hf_config.vocab_size)
-    update, pause = engine.streaming._adamw.update, 0.05
+    update, pause = engine.streaming._updates._adamw.update, 0.05
 
     def slow(unit: UnitState, step: AdamWStep) -> None:
         time.sleep(pause)
         update(unit, step)
 
-    monkeypatch.setattr(engine.streaming._adamw, "update", slow)
+    monkeypatch.setattr(engine.streaming._updates._adamw, "update", slow)
     train(engine, batch, actor_loss())
     weights(engine)
     figures = reported(train(engine, batch, actor_loss()))
