@@ -11,7 +11,7 @@ from megatrain_verl.model_sizes import ModelSizes
 from megatrain_verl.streaming.host_adamw import HostAdamW
 from megatrain_verl.streaming.host_memory import HostBuffer
 from megatrain_verl.streaming.host_store import UnitState
-from megatrain_verl.streaming.model_plan import ParameterSpan, UnitPlan
+from megatrain_verl.streaming.model_units import ParameterSpan, UnitPlan
 from megatrain_verl.streaming.optimizer_step import AdamWStep
 
 BACKENDS = ("native", "deepspeed", "torch")

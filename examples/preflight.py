@@ -66,7 +66,8 @@ def missing_memory(folder: Path, engine: dict[str, Any], reference: bool) -> Ite
 
     known = {field.name for field in fields(StreamingConfig)}
     config = StreamingConfig(**{name: value for name, value in engine.items() if name in known})
-    plan = HostPlan.of(plan_model(AutoConfig.from_pretrained(folder)), config, trainable=True, reference=reference)
+    model = plan_model(AutoConfig.from_pretrained(folder), config.freeze)
+    plan = HostPlan.of(model, config, trainable=True, reference=reference)
     limit = config.host_memory_gb
     available = available_host_memory()[0] if limit is None else int(limit * 2**30)
     needed = int(plan.total * MARGIN)

@@ -1,6 +1,6 @@
 """Settings of the streaming engine: one dataclass, checked when it is made."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 COMPUTE_DTYPES = ("bfloat16", "float32")
 GRAD_DTYPES = ("auto", "bfloat16", "float32")
@@ -64,6 +64,9 @@ class StreamingConfig:
     host_memory_gb: float | None = None
     # Allocate the arenas as memfd pages that other processes can map, instead of private huge pages.
     shared_memory: bool = False
+    # Parameters that are not trained: shell-style patterns of their names ("model.embed_tokens.*"). They have no
+    # gradient and no AdamW state: 2 bytes of host memory per parameter in bfloat16.
+    freeze: list[str] = field(default_factory=list)
     # Seed of the dropout masks (keyed by step, micro-batch and layer).
     seed: int = 0
 
@@ -75,9 +78,11 @@ class StreamingConfig:
         _at_least("checkpoint_interval", self.checkpoint_interval, 1)
         _at_least("num_grad_slabs", self.num_grad_slabs, 1)
         _at_least("head_chunk_tokens", self.head_chunk_tokens, 1)
-        for field in ("max_seq_len", "cpu_threads", "wave_tokens"):
-            if getattr(self, field) is not None:
-                _at_least(field, getattr(self, field), 1)
+        if isinstance(self.freeze, str):
+            raise ValueError(f"freeze must be a list of patterns, got {self.freeze!r}; write [{self.freeze!r}]")
+        for name in ("max_seq_len", "cpu_threads", "wave_tokens"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
         if self.resident_layers is not None:
             _at_least("resident_layers", self.resident_layers, 0)
         if self.device_activation_gb is not None and not self.device_activation_gb >= 0:

@@ -30,6 +30,20 @@ class ModelSizes:
     def unit_sizes(self) -> tuple[int, ...]:
         return (*self.layer_sizes, *self.edge_sizes)
 
+    # A config.json names no frozen parameters.
+
+    @property
+    def trained_sizes(self) -> tuple[int, ...]:
+        return self.unit_sizes
+
+    @property
+    def trained_layer_sizes(self) -> tuple[int, ...]:
+        return self.layer_sizes
+
+    @property
+    def trained_edge_sizes(self) -> tuple[int, ...]:
+        return self.edge_sizes
+
     @classmethod
     def of(cls, config: PretrainedConfig) -> "ModelSizes":
         """Count the model of `config`, built on the meta device.

@@ -12,7 +12,7 @@ from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.chunked_adamw import chunk_size
 from megatrain_verl.streaming.gradients import SLAB_ELEMENTS
 from megatrain_verl.streaming.host_adamw import usable_cores
-from megatrain_verl.streaming.host_store import TRAINED, arena_dtypes, units_with_spares
+from megatrain_verl.streaming.host_store import TRAINED, arena_dtypes, arena_elements, units_with_spares
 
 GIB = 1 << 30
 
@@ -21,6 +21,7 @@ class Sizes(Protocol):
     """A model as `HostPlan` sees it: a `ModelPlan`, or `ModelSizes` from a config.json alone."""
 
     unit_sizes: tuple[int, ...]
+    trained_sizes: tuple[int, ...]
     num_parameters: int
 
 
@@ -45,15 +46,19 @@ class HostPlan:
     def of(cls, model: Sizes, config: StreamingConfig, *, trainable: bool, reference: bool) -> "HostPlan":
         """The memory of an engine on `model`; `reference`: it keeps a reference policy beside the trained weights."""
         dtypes = arena_dtypes(config, trainable=trainable, reference=reference)
-        elements = sum(model.unit_sizes)
-        sizes = {kind: elements * dtype.itemsize for kind, dtype in dtypes.items()}
+        units = list(zip(model.unit_sizes, model.trained_sizes, strict=True))
+        sizes = {
+            kind: dtype.itemsize * sum(arena_elements(kind, numel, trained) for numel, trained in units)
+            for kind, dtype in dtypes.items()
+        }
         if trainable:
-            spared = sum(model.unit_sizes[index] for index in units_with_spares(model.unit_sizes, config))
+            spares = units_with_spares(model.unit_sizes, model.trained_sizes, config)
+            spared = sum(model.unit_sizes[index] for index in spares)
             if spared:
                 sizes["spare"] = spared * sum(dtypes[kind].itemsize for kind in TRAINED if kind in dtypes)
             sizes["staging"] = 2 * 4 * chunk_size(config.cpu_threads or usable_cores())
             if dtypes["grad"] is torch.float32:  # only then can gradients be added on the host, through slabs
-                slab = 4 * min(SLAB_ELEMENTS, max(model.unit_sizes))
+                slab = 4 * min(SLAB_ELEMENTS, max(model.trained_sizes))
                 sizes["staging"] += config.num_grad_slabs * slab
         return cls(sizes, model.num_parameters)
 

@@ -136,9 +136,10 @@ def plain_adamw(model: nn.Module, settings: AdamWConfig) -> torch.optim.AdamW:
 
 
 def engine_gradients(engine: StreamingEngine) -> dict[str, Tensor]:
-    """Every gradient on the host, by Hugging Face name."""
+    """Every gradient on the host, by Hugging Face name; frozen parameters have none."""
     engine._gradients.wait_landed()
-    return {span.name: unit.view(unit.grad, span).clone() for unit, span in engine.state.parameters()}
+    trained = [(unit, span) for unit, span in engine.state.parameters() if span.trainable]
+    return {span.name: unit.view(unit.grad, span).clone() for unit, span in trained}
 
 
 def masters(engine: StreamingEngine) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from megatrain_verl.streaming.chunked_adamw import chunk_size
 from megatrain_verl.streaming.host_adamw import HostAdamW, decay_runs, usable_cores
 from megatrain_verl.streaming.host_store import UnitState
 from megatrain_verl.streaming.master_weights import split_master
-from megatrain_verl.streaming.model_plan import ParameterSpan, UnitPlan
+from megatrain_verl.streaming.model_units import ParameterSpan, UnitPlan
 from megatrain_verl.streaming.native_adamw import LEVELS, NativeAdamW
 from megatrain_verl.streaming.optimizer_step import AdamWStep
 

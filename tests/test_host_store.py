@@ -10,7 +10,8 @@ from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.host_memory import HostBuffer
 from megatrain_verl.streaming.host_store import SPLIT_CHUNK, ParameterState, UnitState, arena_dtypes
 from megatrain_verl.streaming.master_weights import join_master, split_master
-from megatrain_verl.streaming.model_plan import ParameterSpan, UnitPlan, plan_model
+from megatrain_verl.streaming.model_plan import plan_model
+from megatrain_verl.streaming.model_units import ParameterSpan, UnitPlan
 from tests.oracle import tiny_config
 
 

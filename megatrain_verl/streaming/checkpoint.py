@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain_verl.streaming.atomic_folder import atomic_folder, check_disk_space, restore_replaced
-from megatrain_verl.streaming.host_store import SPLIT_CHUNK, ParameterState, UnitState
+from megatrain_verl.streaming.host_store import SPLIT_CHUNK, ParameterState, UnitState, arena_elements
 from megatrain_verl.streaming.master_weights import join_master, split_master
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.quantised_weights import without_quantization
@@ -146,7 +146,9 @@ def _describe(plan: ModelPlan) -> dict[str, object]:
         unit.name: {span.name: {"offset": span.offset, "shape": list(span.shape)} for span in unit.spans}
         for unit in plan.units
     }
-    return {"model_type": plan.config.model_type, "num_parameters": plan.num_parameters, "units": units}
+    described = {"model_type": plan.config.model_type, "num_parameters": plan.num_parameters, "units": units}
+    frozen = [span.name for unit in plan.units for span in unit.spans if not span.trainable]
+    return described | ({"frozen": frozen} if frozen else {})
 
 
 def _read_state_file(folder: Path) -> dict:
@@ -166,6 +168,12 @@ def _read_state_file(folder: Path) -> dict:
 def _check_model(folder: Path, saved: dict, own: dict) -> None:
     if saved == own:
         return
+    if saved.get("frozen", []) != own.get("frozen", []):
+        counts = [len(each.get("frozen", [])) for each in (saved, own)]
+        raise ValueError(
+            f"{folder} was saved with {counts[0]} frozen parameters, the engine freezes {counts[1]} or others: set "
+            "freeze as it was"
+        )
     parameters = [
         {
             name: f"{tuple(place['shape'])} at {place['offset']}"
@@ -198,8 +206,9 @@ def _check_unit_file(folder: Path, unit: UnitState, contents: Collection[str]) -
     expected = ["weight", *(kind for kind in sizes if kind == "low")] if "model" in contents else []
     expected += _kinds(["optimizer"], unit) if "optimizer" in contents else []
     for kind in expected:
-        if sizes.get(kind) != [unit.plan.numel]:
-            raise ValueError(f"{path} is damaged: {kind} has shape {sizes.get(kind)} instead of [{unit.plan.numel}]")
+        numel = arena_elements(kind, unit.plan.numel, unit.plan.trained)
+        if sizes.get(kind) != [numel]:
+            raise ValueError(f"{path} is damaged: {kind} has shape {sizes.get(kind)} instead of [{numel}]")
 
 
 def _load_master(unit: UnitState, file: safe_open) -> None:
@@ -211,8 +220,10 @@ def _load_master(unit: UnitState, file: safe_open) -> None:
         if unit.low is not None:
             unit.low.zero_() if low is None else unit.low.copy_(low)
         return
-    for start in range(0, unit.plan.numel, SPLIT_CHUNK):
-        part = slice(start, start + SPLIT_CHUNK)
+    trained = unit.plan.trained
+    unit.weight[trained:].copy_(weight[trained:])
+    for start in range(0, trained, SPLIT_CHUNK):
+        part = slice(start, min(start + SPLIT_CHUNK, trained))
         master = weight[part].float() if low is None else join_master(weight[part], low[part])
         if unit.low is None:
             unit.weight[part].copy_(master)

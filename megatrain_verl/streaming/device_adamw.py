@@ -62,7 +62,7 @@ class DeviceShare:
             self._send(following, step)
         border, _ = self._sent[unit.plan.name]
         self._adamw.update(unit, step, end=border)
-        if border < unit.plan.numel:
+        if border < unit.plan.trained:
             late = not all(event.query() for event in self._pending[unit.plan.name])
             self._share = min(MOST_SHARE, max(LEAST_SHARE, self._share * (LESS if late else MORE)))
 
@@ -89,8 +89,8 @@ class DeviceShare:
         if self._sent.get(unit.plan.name, (0, None))[1] is step:
             return
         unit.keep_reference()  # before either side writes
-        numel = unit.plan.numel
-        border = numel - math.floor(self._share * numel / LINE) * LINE
+        trained = unit.plan.trained
+        border = trained - math.floor(self._share * trained / LINE) * LINE
         self._sent[unit.plan.name] = border, step
         lanes = self._lanes or self._make_lanes(unit)
         events: dict[int, Event] = {}

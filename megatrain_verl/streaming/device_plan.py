@@ -24,10 +24,12 @@ class Rates:
 
 
 class Sizes(Protocol):
-    """What planning needs of a model: elements per layer, of embedding and head, and the widths."""
+    """What planning needs of a model: elements per layer, of embedding and head, of these the trained ones, widths."""
 
     layer_sizes: tuple[int, ...]
     edge_sizes: tuple[int, ...]
+    trained_layer_sizes: tuple[int, ...]
+    trained_edge_sizes: tuple[int, ...]
     hidden_size: int
     intermediate_size: int
     vocab_size: int
@@ -57,13 +59,14 @@ def device_bytes(
     in_turn = max if compact else lambda *sizes: sum(sizes)
     parts = {"weight slots": itemsize * in_turn(layer_slots * layer, edge)}
     if training:
-        everything = sum(sizes.layer_sizes) + sum(sizes.edge_sizes)
-        accumulated = everything if resident_gradients else in_turn(2 * layer, edge)
+        trained_layer, trained_edge = max(sizes.trained_layer_sizes), max(sizes.trained_edge_sizes)
+        everything = sum(sizes.trained_layer_sizes) + sum(sizes.trained_edge_sizes)
+        accumulated = everything if resident_gradients else in_turn(2 * trained_layer, trained_edge)
         parts["gradient accumulators"] = 4 * accumulated
         if config.host_grad_dtype != "float32":
-            parts["gradient staging"] = itemsize * min(STAGING_ELEMENTS, max(layer, edge))
+            parts["gradient staging"] = itemsize * min(STAGING_ELEMENTS, max(trained_layer, trained_edge))
         if config.device_adamw is not False:
-            elements = min(CHUNK_ELEMENTS, max(layer, edge))
+            elements = min(CHUNK_ELEMENTS, max(trained_layer, trained_edge))
             state = arena_dtypes(config, trainable=True, reference=False)
             parts["AdamW staging"] = LANES * elements * sum(dtype.itemsize for dtype in state.values())
     row = sizes.hidden_size * itemsize
@@ -87,7 +90,7 @@ def _layer_workspace(sizes: Sizes, tokens: int, itemsize: int, training: bool) -
     # the transformers layers of Llama and Qwen with SDPA, rounded up.
     hidden, intermediate = sizes.hidden_size, sizes.intermediate_size
     per_token = 16 * hidden + 8 * intermediate if training else 6 * hidden + 3 * intermediate
-    largest = max(sizes.layer_sizes)
+    largest = max(sizes.trained_layer_sizes)
     return itemsize * (tokens * per_token + (largest if training else 0))  # the gradients autograd returns
 
 

@@ -15,7 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatrain_verl.streaming.model_plan import ModelPlan, UnitPlan
+from megatrain_verl.streaming.model_plan import ModelPlan
+from megatrain_verl.streaming.model_units import UnitPlan
 from megatrain_verl.streaming.streams import Event, Streams
 
 
@@ -77,7 +78,7 @@ class DeviceRing:
                 self._templates[key] = bind(plan.structures[unit.structure], unit, self._slots[unit.name].buffer)
         head_views = views(plan.head, self._edge_slot.buffer)
         self.norm = copy.deepcopy(plan.norm)
-        self.norm.weight = nn.Parameter(head_views["norm.weight"])
+        self.norm.weight = nn.Parameter(head_views["norm.weight"], requires_grad=plan.norm.weight.requires_grad)
         self.embedding_weight = views(plan.embedding, self._edge_slot.buffer)["embed_tokens.weight"]
         self.head_weight = self.embedding_weight if plan.tied else head_views["lm_head.weight"]
 
@@ -144,9 +145,10 @@ def views(unit: UnitPlan, buffer: Tensor) -> dict[str, Tensor]:
 def bind(template: nn.Module, unit: UnitPlan, buffer: Tensor) -> nn.Module:
     """A copy of `template` (on the meta device) whose parameters are views into `buffer`."""
     module = copy.deepcopy(template)
+    trainable = {span.local: span.trainable for span in unit.spans}
     for local, view in views(unit, buffer).items():
         path, _, name = local.rpartition(".")
-        setattr(module.get_submodule(path), name, nn.Parameter(view))
+        setattr(module.get_submodule(path), name, nn.Parameter(view, requires_grad=trainable[local]))
     return module
 
 

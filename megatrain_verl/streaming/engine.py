@@ -66,7 +66,7 @@ class StreamingEngine:
     ) -> None:
         check_available(config.attn_implementation, config.dtype, device)
         self.config, self.model_config, self.device = config, model_config, device
-        self.plan = plan_model(model_config)
+        self.plan = plan_model(model_config, config.freeze)
         trainable = optimizer is not None
         self.host_plan = HostPlan.of(self.plan, config, trainable=trainable, reference=keep_reference)
         check_host_memory(self.host_plan, config)

@@ -19,6 +19,7 @@ from megatrain_verl.streaming.device_ring import TransferCounters
 from megatrain_verl.streaming.host_memory import HostBuffer
 from megatrain_verl.streaming.host_store import ParameterState, UnitState
 from megatrain_verl.streaming.model_plan import ModelPlan
+from megatrain_verl.streaming.model_units import UnitPlan
 from megatrain_verl.streaming.streams import Event, Streams
 
 STAGING_ELEMENTS = 32 << 20  # converted and sent at a time: converting is 20 times faster than sending
@@ -46,6 +47,14 @@ class Slab:
     name: str
     host: HostBuffer
     free: Event | None = None
+
+
+def gradient_views(unit: UnitPlan, accumulator: Accumulator | None) -> dict[str, Tensor]:
+    """The places in `accumulator` for the gradients of `unit` by their local names; those of frozen parameters are not
+    there.
+    """
+    trained = [span for span in unit.spans if span.trainable]
+    return {span.local: accumulator.buffer[span.offset : span.offset + span.numel].view(span.shape) for span in trained}
 
 
 class GradientPath:
@@ -82,16 +91,16 @@ class GradientPath:
             self._streams.host_wait(self._streams.grad.record(), "gradients sent")
             self.release_device()
         self._resident = resident
-        largest = max(unit.numel for unit in self._plan.layers)
-        edge = max(self._plan.embedding.numel, self._plan.head.numel)
+        largest = max(unit.trained for unit in self._plan.layers)
+        edge = max(self._plan.embedding.trained, self._plan.head.trained)
         if resident:
             self._accumulators = {
-                unit.name: Accumulator("resident accumulator", torch.zeros(unit.numel, device=device))
+                unit.name: Accumulator("resident accumulator", torch.zeros(unit.trained, device=device))
                 for unit in self._plan.units
             }
         else:
             self._accumulators = _used_in_turn(largest, edge, device, compact)
-        dtype = self._state.units[0].grad.dtype
+        dtype = self._state.grad_dtype
         converted = 0 if dtype is torch.float32 else min(STAGING_ELEMENTS, max(largest, edge))
         self._staging = torch.empty(converted, dtype=dtype, device=device)
         self._squares = torch.zeros(len(self._state.units), dtype=torch.float64, device=device)
@@ -122,7 +131,7 @@ class GradientPath:
         Raises:
             ValueError: the arenas are bfloat16; says what to do.
         """
-        dtype = self._state.units[0].grad.dtype
+        dtype = self._state.grad_dtype
         if self.pending and dtype is not torch.float32:
             raise ValueError(
                 "gradients of several forward_backward calls are added on the host, which loses small terms in "
@@ -139,8 +148,13 @@ class GradientPath:
         self._zeroes, self._sends = first or not self._resident, last or not self._resident
         self._on_landing = on_landing if last and not self.pending else None
 
-    def begin(self, unit: UnitState) -> Accumulator:
-        """The accumulator for `unit`, zeroed if it starts a sum; the compute stream waits until it may be used."""
+    def begin(self, unit: UnitState) -> Accumulator | None:
+        """The accumulator for `unit`, zeroed if it starts a sum; the compute stream waits until it may be used.
+
+        None for a frozen unit.
+        """
+        if unit.grad is None:
+            return None
         accumulator = self._accumulator(unit)
         if self._zeroes:
             for each in (accumulator, *accumulator.overlapping):
@@ -149,11 +163,11 @@ class GradientPath:
             self._streams.compute.run(accumulator.buffer.zero_)
         return accumulator
 
-    def finish(self, unit: UnitState, accumulator: Accumulator) -> None:
+    def finish(self, unit: UnitState, accumulator: Accumulator | None) -> None:
         """The wave's gradient of `unit` is complete: send the sum to the host, if no other wave adds to it."""
-        if not self._sends:
+        if accumulator is None or not self._sends:
             return
-        gradient = accumulator.buffer[: unit.plan.numel]
+        gradient = accumulator.buffer[: unit.plan.trained]
         square = self._squares[self._position[unit.plan.name]]
         self._streams.compute.run(lambda: square.copy_(_sum_of_squares(gradient)))
         self._streams.grad.wait(self._streams.compute.record(), f"{accumulator.name} complete")
@@ -197,7 +211,7 @@ class GradientPath:
         """Global L2 norm of the gradients on the host, after `wait_landed`."""
         if not self._added_on_host:
             return math.sqrt(self._squares.sum().item())
-        return math.sqrt(sum(_sum_of_squares(unit.grad).item() for unit in self._state.units))
+        return math.sqrt(sum(_sum_of_squares(unit.grad).item() for unit in self._state.units if unit.grad is not None))
 
     def close(self) -> None:
         """Release the slabs."""
@@ -221,7 +235,7 @@ class GradientPath:
             slab.free = adder.record()
 
     def _allocate_slabs(self) -> list[Slab]:
-        size = 4 * min(SLAB_ELEMENTS, max(unit.plan.numel for unit in self._state.units))
+        size = 4 * min(SLAB_ELEMENTS, max(unit.plan.trained for unit in self._state.units))
         for index in range(self._num_slabs):
             name = f"gradient slab {index}"
             self._slabs.append(Slab(name, HostBuffer(size, name, shared=False, register=self._register)))

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from megatrain_verl.config import OPTIMIZER_BACKENDS
 from megatrain_verl.streaming.chunked_adamw import ChunkedAdamW, TorchKernel, deepspeed_kernel
 from megatrain_verl.streaming.host_store import UnitState
-from megatrain_verl.streaming.model_plan import UnitPlan
+from megatrain_verl.streaming.model_units import UnitPlan
 from megatrain_verl.streaming.native_adamw import NativeAdamW
 from megatrain_verl.streaming.optimizer_step import AdamWStep
 
@@ -102,13 +102,14 @@ def usable_cores() -> int:
 def decay_runs(
     plan: UnitPlan, *, everything: bool, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, int, bool]]:
-    """(first, last, decayed) of the longest runs in [start, end) of `plan`'s arenas that are all decayed or all not.
+    """(first, last, decayed) of the longest trained runs in [start, end) of `plan` that are all decayed or all not.
 
     Without `everything`, one-dimensional parameters are not. Alignment padding joins the parameter before it: it is
     zero and stays so.
     """
-    ends = [span.offset for span in plan.spans[1:]] + [plan.numel]
-    parts = zip(plan.spans, ends, strict=True)
+    spans = [span for span in plan.spans if span.trainable]
+    ends = [*(span.offset for span in spans[1:]), plan.trained]
+    parts = zip(spans, ends, strict=False)  # nothing at all in a frozen unit
     for decayed, group in itertools.groupby(parts, key=lambda part: everything or len(part[0].shape) > 1):
         group = list(group)
         first = max(group[0][0].offset, start)

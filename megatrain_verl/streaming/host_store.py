@@ -9,7 +9,8 @@ from torch import Tensor
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.host_memory import HostBuffer
 from megatrain_verl.streaming.master_weights import join_master, split_master
-from megatrain_verl.streaming.model_plan import ModelPlan, ParameterSpan, UnitPlan
+from megatrain_verl.streaming.model_plan import ModelPlan
+from megatrain_verl.streaming.model_units import ParameterSpan, UnitPlan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TRAINED = ("weight", "low", "exp_avg", "exp_avg_sq")  # what an update writes
@@ -34,17 +35,29 @@ def arena_dtypes(config: StreamingConfig, *, trainable: bool, reference: bool) -
     return kinds
 
 
-def units_with_spares(unit_sizes: Sequence[int], config: StreamingConfig) -> list[int]:
+def arena_elements(kind: str, numel: int, trained: int) -> int:
+    """Elements of the arena of one kind for a unit of `numel`, of which the first `trained` are trained."""
+    if kind == "weight":
+        return numel
+    if kind == "reference":  # is sent in place of the weights, in one piece
+        return numel if trained else 0
+    return trained
+
+
+def units_with_spares(unit_sizes: Sequence[int], trained_sizes: Sequence[int], config: StreamingConfig) -> list[int]:
     """Numbers of the units for which `speculative_adamw_gb` pays spare arenas.
 
-    They are the last ones, whose gradients come first; never the embedding, whose gradient comes last.
+    They are the last ones, whose gradients come first; never the embedding, whose gradient comes last, and none with
+    frozen parameters.
     """
     kinds = arena_dtypes(config, trainable=True, reference=False)
     bytes_per_element = sum(dtype.itemsize for kind, dtype in kinds.items() if kind in TRAINED)
     room, chosen = config.speculative_adamw_gb * 2**30, []
     for index in reversed(range(1, len(unit_sizes))):
         nbytes = unit_sizes[index] * bytes_per_element
-        if nbytes <= room:  # the head may be too large where layers are not
+        if (
+            trained_sizes[index] == unit_sizes[index] and nbytes <= room
+        ):  # the head may be too large where layers are not
             room -= nbytes
             chosen.append(index)
     return chosen
@@ -52,7 +65,7 @@ def units_with_spares(unit_sizes: Sequence[int], config: StreamingConfig) -> lis
 
 @dataclass
 class UnitState:
-    """The arenas of one unit, each flat with `plan.numel` elements; `None` where the engine does not keep the kind."""
+    """The arenas of one unit, each flat, see `arena_elements`; `None` where the engine does not keep the kind."""
 
     plan: UnitPlan
     weight: Tensor
@@ -87,16 +100,22 @@ class UnitState:
         for start in range(0, end, SPLIT_CHUNK):
             part = flat[start : min(start + SPLIT_CHUNK, end)]
             where = slice(span.offset + start, span.offset + start + part.numel())
-            if self.low is None:
+            if not self.is_split(where.start):
                 self.weight[where].copy_(part)
             else:
                 split_master(part.to(torch.float32), self.weight[where], self.low[where])
 
+    def is_split(self, element: int) -> bool:
+        """Whether the master of this element is kept as two halves: not in float32 mode, nor if it is frozen."""
+        return self.low is not None and element < self.low.numel()
+
     def master(self, start: int = 0, end: int | None = None) -> Tensor:
-        """A float32 copy of elements [start, end) of the master weights (in a forward-only engine: of the weights)."""
-        if self.low is None:
-            return self.weight[start:end].to(torch.float32, copy=True)
-        return join_master(self.weight[start:end], self.low[start:end])
+        """A float32 copy of elements [start, end) of the master weights (of the weights where they are not trained)."""
+        values = self.weight[start:end].to(torch.float32, copy=True)
+        if self.low is not None:
+            low = self.low[start:end]
+            join_master(self.weight[start : start + low.numel()], low, out=values[: low.numel()])
+        return values
 
     def keep_reference(self) -> None:
         """Copy the weights to the reference arena, once; called before anything changes them."""
@@ -133,7 +152,10 @@ class ParameterState:
         def arenas(unit: UnitPlan, kinds: dict[str, torch.dtype], suffix: str = "") -> UnitState:
             views = {}
             for kind, dtype in kinds.items():
-                size, label = unit.numel * dtype.itemsize, f"{unit.name}.{kind}{suffix}"
+                size = arena_elements(kind, unit.numel, unit.trained) * dtype.itemsize
+                if size == 0:
+                    continue
+                label = f"{unit.name}.{kind}{suffix}"
                 buffer = HostBuffer(size, label, shared=config.shared_memory, register=register)
                 state._buffers.append(buffer)
                 views[kind] = buffer.view(dtype)
@@ -141,7 +163,7 @@ class ParameterState:
 
         try:
             state.units = [arenas(unit, kinds) for unit in plan.units]
-            spared = units_with_spares([unit.numel for unit in plan.units], config) if trainable else []
+            spared = units_with_spares(plan.unit_sizes, plan.trained_sizes, config) if trainable else []
             written = {kind: dtype for kind, dtype in kinds.items() if kind in TRAINED}
             for index in spared:
                 state.units[index].spare = arenas(plan.units[index], written, ".spare")
@@ -155,6 +177,11 @@ class ParameterState:
         for unit in self.units:
             for span in unit.plan.spans:
                 yield unit, span
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Type of the gradient arenas."""
+        return next(unit.grad.dtype for unit in self.units if unit.grad is not None)
 
     @property
     def nbytes(self) -> int:

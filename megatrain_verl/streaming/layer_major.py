@@ -21,9 +21,9 @@ from megatrain_verl.streaming.activations import ActivationStore
 from megatrain_verl.streaming.batch import TokenOutputs
 from megatrain_verl.streaming.compiling import MaybeCompiled
 from megatrain_verl.streaming.device_batch import DeviceBatch
-from megatrain_verl.streaming.device_ring import DeviceRing, views
+from megatrain_verl.streaming.device_ring import DeviceRing
 from megatrain_verl.streaming.dropout import dropout_seed, seeded
-from megatrain_verl.streaming.gradients import Accumulator, GradientPath
+from megatrain_verl.streaming.gradients import Accumulator, GradientPath, gradient_views
 from megatrain_verl.streaming.host_store import ParameterState, UnitState
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.pass_plan import PassPlan
@@ -249,34 +249,38 @@ class LayerMajorPass:
         return kept
 
     def _do_head_backward(
-        self, m: int, loss_fn: LossFunction, scores: tuple[bool, bool, bool], accumulator: Accumulator
+        self, m: int, loss_fn: LossFunction, scores: tuple[bool, bool, bool], accumulator: Accumulator | None
     ) -> None:
         kept = self._do_score(m, *scores)
         grad_log_probs, grad_entropy = loss_gradient(partial(loss_fn, self._first + m), self.outputs[m])
-        totals = views(self._head.plan, accumulator.buffer)
+        totals = gradient_views(self._head.plan, accumulator)
         grad = self._token_head.backward(
             self._hidden[m][0],
             self._batches[m].tokens,
             grad_log_probs,
             grad_entropy,
-            totals["norm.weight"],
-            totals["embed_tokens.weight" if self._tied else "lm_head.weight"],
+            totals.get("norm.weight"),
+            totals.get("embed_tokens.weight" if self._tied else "lm_head.weight"),
             kept,
         )
         self._grad.append(grad[None])
         self._hidden[m] = None
 
-    def _do_layer_backward(self, m: int, layer: int, template: nn.Module, accumulator: Accumulator) -> None:
-        totals = views(self._layers[layer].plan, accumulator.buffer)
+    def _do_layer_backward(self, m: int, layer: int, template: nn.Module, accumulator: Accumulator | None) -> None:
+        totals = gradient_views(self._layers[layer].plan, accumulator)
         parameters = [template.get_parameter(local) for local in totals]
         hidden, output = self._graphs.pop((layer, m))
         self._grad[m], *grads = torch.autograd.grad(output, [hidden, *parameters], self._grad[m], allow_unused=True)
         used = [(total, grad) for total, grad in zip(totals.values(), grads, strict=True) if grad is not None]
-        self._functions.add(*zip(*used, strict=True))
+        if used:
+            self._functions.add(*zip(*used, strict=True))
 
     @torch.no_grad()
-    def _do_embedding_backward(self, m: int, accumulator: Accumulator) -> None:
-        total = views(self._embedding.plan, accumulator.buffer)["embed_tokens.weight"]
+    def _do_embedding_backward(self, m: int, accumulator: Accumulator | None) -> None:
+        total = gradient_views(self._embedding.plan, accumulator).get("embed_tokens.weight")
+        if total is None:  # frozen
+            self._grad[m] = None
+            return
         ids, grad = self._batches[m].input_ids, self._grad[m][0].float()
         if self._padding_idx is not None:  # as torch's embedding; a tied matrix keeps the head's part in that row
             grad = grad.masked_fill((ids == self._padding_idx)[:, None], 0.0)

@@ -5,7 +5,7 @@ the same form a structure group and share one pair of device templates.
 """
 
 import copy
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,37 +14,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain_verl.streaming import attention
 from megatrain_verl.streaming.hub_layout import HubLayout
+from megatrain_verl.streaming.model_units import UnitPlan, freeze_parameters, plan_unit
 from megatrain_verl.streaming.quantised_weights import check_quantization
 
 # Families whose loss, gradients and updates are compared with plain transformers in tests/. Others differ in places
 # that go wrong silently (soft-caps, embedding scales, masks), so they are refused instead.
 VERIFIED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-ALIGNMENT = 128  # elements; keeps every parameter of a slot on a 256-byte boundary in bfloat16
-
-
-@dataclass(frozen=True)
-class ParameterSpan:
-    """Where a parameter lies in its unit's flat arenas. `name` is its Hugging Face name, `local` that in its module."""
-
-    name: str
-    local: str
-    shape: torch.Size
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass
-class UnitPlan:
-    """A part of the model that crosses to the device as one transfer. `numel` counts alignment padding too."""
-
-    name: str
-    spans: list[ParameterSpan]
-    numel: int
-    # Index into ModelPlan.structures, for decoder layers.
-    structure: int | None = None
 
 
 @dataclass
@@ -91,6 +66,21 @@ class ModelPlan:
         return tuple(unit.numel for unit in self.units if unit.structure is None)
 
     @property
+    def trained_sizes(self) -> tuple[int, ...]:
+        """Of `unit_sizes`, the elements that are trained."""
+        return tuple(unit.trained for unit in self.units)
+
+    @property
+    def trained_layer_sizes(self) -> tuple[int, ...]:
+        """Of `layer_sizes`, the elements that are trained."""
+        return tuple(unit.trained for unit in self.layers)
+
+    @property
+    def trained_edge_sizes(self) -> tuple[int, ...]:
+        """Of `edge_sizes`, the elements that are trained."""
+        return tuple(unit.trained for unit in self.units if unit.structure is None)
+
+    @property
     def hidden_size(self) -> int:
         return self.config.hidden_size
 
@@ -115,17 +105,19 @@ class ModelPlan:
         )
 
 
-def plan_model(config: PretrainedConfig) -> ModelPlan:
-    """The plan of a decoder-only model of `config`.
+def plan_model(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelPlan:
+    """The plan of a decoder-only model of `config`; parameters that fit one of the patterns `freeze` are not trained.
 
     Raises:
-        ValueError: an encoder-decoder, quantised or not yet verified model; the message names it.
+        ValueError: an encoder-decoder, quantised or not yet verified model, or a pattern that fits nothing; the
+            message names it.
     """
     check_supported(config)
     attention.register()
     config = copy.deepcopy(config)  # it will name our attention; the caller's config is what gets exported
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    freeze_parameters(model, freeze)
     decoder = model.get_decoder()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     _refuse_unplanned(model, decoder)
@@ -188,22 +180,23 @@ def structure_key(layer: nn.Module) -> tuple:
             and not attribute.startswith("_")
             and attribute not in ("layer_idx", "training")
         )
-        parameters = tuple((local, parameter.shape) for local, parameter in module.named_parameters(recurse=False))
+        parameters = tuple(
+            (local, parameter.shape, parameter.requires_grad)
+            for local, parameter in module.named_parameters(recurse=False)
+        )
         buffers = tuple((local, buffer.shape) for local, buffer in module.named_buffers(recurse=False))
         key.append((name, type(module), settings, parameters, buffers))
     return tuple(key)
 
 
 def _plan_unit(unit: str, modules: list[tuple[str, nn.Module]], names: dict[int, str]) -> UnitPlan:
-    spans, offset = [], 0
+    parameters = []
     for prefix, module in modules:
         if any(True for _ in module.buffers()):
             raise ValueError(f"{unit} holds buffers ({type(module).__name__}); they cannot be rebuilt per layer yet")
         for local, parameter in module.named_parameters():
-            path = f"{prefix}.{local}" if prefix else local
-            spans.append(ParameterSpan(names[id(parameter)], path, parameter.shape, offset))
-            offset += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-    return UnitPlan(unit, spans, offset)
+            parameters.append((f"{prefix}.{local}" if prefix else local, parameter))
+    return plan_unit(unit, parameters, names)
 
 
 def _refuse_unplanned(model: nn.Module, decoder: nn.Module) -> None:

@@ -144,7 +144,7 @@ class PassPlanner:
             backward = max(arithmetic / rates.matmul, (itemsize * streamed * layers + spilled) / rates.transfer)
             total += forward + backward
             first_forward = first_forward or forward
-        adamw = (layers + edges) / rates.adamw
+        adamw = (sum(self._sizes.trained_layer_sizes) + sum(self._sizes.trained_edge_sizes)) / rates.adamw
         return total + max(0.0, adamw - first_forward)
 
     def _input_bytes(self, plan: PassPlan, wave: int) -> float:

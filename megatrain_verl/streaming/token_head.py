@@ -96,11 +96,12 @@ class TokenHead:
         tokens: ScoredTokens,
         grad_log_probs: Tensor,
         grad_entropy: Tensor | None,
-        grad_norm_weight: Tensor,
-        grad_weight: Tensor,
+        grad_norm_weight: Tensor | None,
+        grad_weight: Tensor | None,
         kept: Tensor | None = None,
     ) -> Tensor:
-        """Gradient of `hidden` (T, H); those of the norm weight (H,) and of the matrix (V, H) are added in float32.
+        """Gradient of `hidden` (T, H); those of the norm weight (H,) and of the matrix (V, H) are added in float32,
+        or not taken where they are None.
 
         `grad_log_probs` and `grad_entropy` are (T,) float32 gradients of the outputs of `score`, `kept` is its second
         result.
@@ -115,11 +116,13 @@ class TokenHead:
                 grad_logits, scale = self._grad_logits(
                     normed, chunk, grad_log_probs[chunk.positions], entropy_part, kept
                 )
-                add_matmul(grad_weight, grad_logits.t(), (normed * scale).to(hidden.dtype))
+                if grad_weight is not None:
+                    add_matmul(grad_weight, grad_logits.t(), (normed * scale).to(hidden.dtype))
                 grad_normed = (matmul_over_vocabulary(grad_logits, self.weight) * scale).to(hidden.dtype)
-            grad_inputs, norm_part = torch.autograd.grad(normed, [inputs, self.norm.weight], grad_normed)
-            grad_hidden[chunk.positions] = grad_inputs
-            grad_norm_weight.add_(norm_part)
+            wanted = [inputs] if grad_norm_weight is None else [inputs, self.norm.weight]
+            grad_hidden[chunk.positions], *norm_part = torch.autograd.grad(normed, wanted, grad_normed)
+            if norm_part:
+                grad_norm_weight.add_(*norm_part)
         return grad_hidden
 
     def _backward_chunks(

@@ -43,10 +43,10 @@ class UnitUpdates:
             self._start(unit, update, self._speculation.step)
 
     def start(self, units: list[UnitState], lr: float | None, grad_scale: float, number: int) -> None:
-        """Start step `number` on all `units`, in this order, but for those that were updated ahead."""
+        """Start step `number` on all `units`, in this order, but for those frozen or updated ahead."""
         step = self._step(lr, grad_scale, number)
         updated = self._speculation.take(step)
-        rest = [unit for unit in units if unit.plan.name not in updated]
+        rest = [unit for unit in units if unit.grad is not None and unit.plan.name not in updated]
         for unit, following in zip(rest, [*rest[1:], None], strict=True):
             update = self._adamw.update if self._share is None else partial(self._share.update, following=following)
             self._start(unit, partial(update, unit, step), step)

@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from megatrain_verl.streaming.host_store import SPLIT_CHUNK, ParameterState, UnitState
 from megatrain_verl.streaming.hub_layout import Place
-from megatrain_verl.streaming.model_plan import ModelPlan, ParameterSpan
+from megatrain_verl.streaming.model_plan import ModelPlan
+from megatrain_verl.streaming.model_units import ParameterSpan
 from megatrain_verl.streaming.quantised_weights import stored_weights
 from megatrain_verl.streaming.weight_folder import WeightFolder, some
 
@@ -164,7 +165,9 @@ def _check_tied(plan: ModelPlan, unit: UnitState, span: ParameterSpan, value: Te
         end = min(start + SPLIT_CHUNK, span.numel)
         stored = unit.master(span.offset + start, span.offset + end)
         # A forward-only bfloat16 engine has rounded what it stored.
-        expected = flat[start:end].to(unit.weight.dtype if unit.low is None else torch.float32).to(torch.float32)
+        expected = (
+            flat[start:end].to(torch.float32 if unit.is_split(span.offset) else unit.weight.dtype).to(torch.float32)
+        )
         if not torch.equal(stored, expected):
             names = " and ".join([span.name, *(alias for alias, name in plan.aliases.items() if name == span.name)])
             raise ValueError(

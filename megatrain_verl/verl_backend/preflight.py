@@ -48,7 +48,9 @@ def check_inputs(config: DictConfig) -> None:
     device = get_device_name()
     check_available(engine.get("attn_implementation", "auto"), engine.get("dtype", "bfloat16"), device)
     _check_length(config, model.hf_config)
-    plan = plan_model(copy.deepcopy(model.hf_config))  # refuses what the engine would train wrongly
+    plan = plan_model(
+        copy.deepcopy(model.hf_config), engine.get("freeze", ())
+    )  # refuses what the engine would train wrongly
     _check_host_memory(config, plan)
     if device == "cpu":
         _check_weight_transfer(config, plan)

@@ -1,0 +1,78 @@
+"""The units of a model: what crosses to the device as one transfer, and where its parameters lie in flat arenas."""
+
+import fnmatch
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+ALIGNMENT = 128  # elements; keeps every parameter of a slot on a 256-byte boundary in bfloat16
+
+
+@dataclass(frozen=True)
+class ParameterSpan:
+    """Where a parameter lies in its unit's flat arenas. `name` is its Hugging Face name, `local` that in its module."""
+
+    name: str
+    local: str
+    shape: torch.Size
+    offset: int
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass
+class UnitPlan:
+    """A part of the model that crosses to the device as one transfer. `numel` counts alignment padding too.
+
+    Trainable parameters come first in `spans`.
+    """
+
+    name: str
+    spans: list[ParameterSpan]
+    numel: int
+    # Index into ModelPlan.structures, for decoder layers.
+    structure: int | None = None
+
+    @property
+    def trained(self) -> int:
+        """Leading elements that are trained; the others have no gradient, no AdamW state and no low half."""
+        return next((span.offset for span in self.spans if not span.trainable), self.numel)
+
+
+def plan_unit(unit: str, parameters: Iterable[tuple[str, nn.Parameter]], names: dict[int, str]) -> UnitPlan:
+    """A unit of `parameters`, given with their names in the module that uses them; `names` has their full ones by id.
+
+    Those that require no gradient are frozen.
+    """
+    spans, offset = [], 0
+    for path, parameter in sorted(parameters, key=lambda item: not item[1].requires_grad):
+        span = ParameterSpan(names[id(parameter)], path, parameter.shape, offset, parameter.requires_grad)
+        spans.append(span)
+        offset += -(-span.numel // ALIGNMENT) * ALIGNMENT
+    return UnitPlan(unit, spans, offset)
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let the parameters of `model` whose names fit one of the shell-style `patterns` require no gradient.
+
+    Raises:
+        ValueError: a pattern fits no name, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        found = fnmatch.filter(parameters, pattern)
+        if not found:
+            raise ValueError(
+                f"freeze={pattern!r} fits no parameter of {type(model).__name__}, whose first and last are "
+                f"{next(iter(parameters))} and {next(reversed(parameters))}"
+            )
+        for name in found:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ValueError(f"freeze={list(patterns)} leaves no parameter to train")
