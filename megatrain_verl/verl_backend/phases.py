@@ -52,6 +52,7 @@ class PhaseLog:
         self._cuda = streaming.device == "cuda"
         self._phases: deque[Phase] = deque(maxlen=4096)  # SFT and separate references never take metrics
         self._exported_bytes = self._held_bytes = 0
+        self._adamw_seconds = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -70,6 +71,7 @@ class PhaseLog:
             phase.gpu_peak_bytes = torch.cuda.max_memory_allocated() if self._cuda else 0
             self._phases.append(phase)
             self._trace([asdict(phase)])
+            self._take_updates()
 
     def exported(self, nbytes: int) -> None:
         """Count bytes of weights handed to the rollout."""
@@ -88,12 +90,10 @@ class PhaseLog:
         `host_gb`: resident memory of the process; on CUDA `<phase>_gpu_peak_gb` and `gpu_held_gb`: reserved by torch
         while the rollout has the device.
         """
-        spans = self._streaming.streams.optimizer.spans
-        updates = [spans.popleft() for _ in range(len(spans))]
-        self._trace([{"phase": "adamw", "start": start, "seconds": end - start} for start, end in updates])
+        self._take_updates()
         phases = [self._phases.popleft() for _ in range(len(self._phases))]
         seconds = {f"{name}_s": _sum(phases, name) for name in PHASES}
-        seconds["adamw_s"] = sum(end - start for start, end in updates)
+        seconds["adamw_s"], self._adamw_seconds = self._adamw_seconds, 0.0
         seconds["adamw_wait_s"] = sum(phase.adamw_wait_s for phase in phases)
         sizes = {
             "h2d_gb": sum(phase.h2d_bytes for phase in phases),
@@ -111,6 +111,13 @@ class PhaseLog:
         metrics |= {name: Metric("sum", value / GIB) for name, value in sizes.items()}
         metrics |= {name: Metric("max", value / GIB) for name, value in peaks.items()}
         return {f"megatrain/{name}": metric for name, metric in metrics.items()}
+
+    def _take_updates(self) -> None:
+        """Count and trace the updates that AdamW's thread has finished."""
+        spans = self._streaming.streams.optimizer.spans
+        updates = [spans.popleft() for _ in range(len(spans))]
+        self._adamw_seconds += sum(end - start for start, end in updates)
+        self._trace([{"phase": "adamw", "start": start, "seconds": end - start} for start, end in updates])
 
     def _waited(self) -> float:
         return sum(s for reason, s in self._streaming.streams.waited.items() if reason.startswith(UPDATE_WAITS))
