@@ -137,7 +137,7 @@ if __name__ == "__main__":
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds after which a run is ended")
     parser.add_argument("--png", type=Path, help="plot: default FOLDER/learning.png")
     parser.add_argument("overrides", nargs="*", help="train: further Hydra overrides")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     place, machine = args.folder.resolve(), training.hardware(args.device)
     if args.stage == "prepare":
         prepare(place, args.model, machine, args.time_limit)

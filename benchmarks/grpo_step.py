@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds after which the run is ended")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("overrides", nargs="*", help="further Hydra overrides of the run")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def train(work: Workload, folder: Path, settings: list[str], limit: float) -> tuple[list[tuple[float, int]], float]:
