@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 COMPUTE_DTYPES = ("bfloat16", "float32")
 GRAD_DTYPES = ("auto", "bfloat16", "float32")
-ATTENTION_IMPLEMENTATIONS = ("auto", "sdpa", "varlen", "flash_attention_2")
+ATTENTION_IMPLEMENTATIONS = ("auto", "sdpa", "varlen", "flash_attention_2", "flex_attention", "eager")
 OPTIMIZER_BACKENDS = ("auto", "native", "deepspeed", "torch")
 
 

@@ -52,6 +52,9 @@ def plain_model(config: PretrainedConfig, seed: int = 0, attn_implementation: st
                 parameter.mul_(8)
             else:  # norms and biases away from 1 and 0, so that forgetting one shows
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        trained = dict(model.named_parameters(remove_duplicate=False))
+        for name in (name for name in model.state_dict() if name not in trained):
+            model.get_buffer(name).add_(0.1 * torch.randn_like(model.get_buffer(name)))
     return model.float()
 
 

@@ -1,19 +1,29 @@
 """Causal attention over packed rows, registered with transformers as the attention implementation of every layer.
 
-The engine never builds a T x T mask: a `RowLayout` travels through the layer's keyword arguments and says where the
-rows lie. A feature that no path here computes (sinks, soft-caps) is refused by name instead of being dropped.
+The engine never builds a T x T mask: in the place of the mask a `RowMask` travels through the layer and says where the
+rows lie and how far back a token sees. A feature that the chosen kernel does not compute (sinks, soft-caps, dropout) is
+refused by name instead of being dropped.
 """
 
 import importlib.util
-import inspect
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from megatrain_verl.streaming import attention_kernels
+from megatrain_verl.streaming.attention_kernels import Features
+
 NAME = "megatrain"
+# Kernels that compute more than scaled, causal, windowed attention.
+COMPUTES = {
+    "s_aux": ("eager", "flex_attention"),
+    "softcap": ("eager", "flex_attention", "flash_attention_2"),
+    "dropout": ("eager", "sdpa", "flash_attention_2"),
+}
 
 
 @dataclass
@@ -32,6 +42,44 @@ class RowLayout:
         self.longest = max(self.lengths)
         # Number of rows if all are equally long, else 0: compiled code reads these two numbers, never the list.
         self.equal_rows = len(self.lengths) if len(set(self.lengths)) == 1 else 0
+
+    @classmethod
+    def of(cls, lengths: list[int], implementation: str, device: str | torch.device) -> "RowLayout":
+        """Rows of `lengths` tokens."""
+        boundaries = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device, torch.int32)
+        return cls(lengths, boundaries, implementation)
+
+    def chunks(self, size: int) -> "RowLayout":
+        """The same tokens, with every row cut into rows of at most `size`."""
+        lengths = [min(size, length - start) for length in self.lengths for start in range(0, length, size)]
+        return RowLayout.of(lengths, self.implementation, self.cu_seqlens.device)
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """Which earlier tokens of its row a token attends to: all, the last `window`, or those of its `chunk`."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def over(self, rows: RowLayout) -> "RowMask":
+        """The mask of `rows`."""
+        if self.chunk is not None and self.chunk < rows.longest:
+            rows = rows.chunks(self.chunk)
+        return RowMask(rows, self.window if self.window is not None and self.window < rows.longest else None)
+
+
+@dataclass
+class RowMask:
+    """A token attends to earlier tokens of its row in `rows`, itself included, to at most `window` of them.
+
+    Without `rows` the batch dimension separates the rows.
+    """
+
+    rows: RowLayout | None
+    window: int | None = None
+    # What kernels that need a mask on the device keep between the layers of a micro-batch.
+    cache: dict[str, object] = field(default_factory=dict)
 
 
 def register() -> None:
@@ -53,115 +101,89 @@ def check_available(implementation: str, dtype: str, device: str) -> None:
         )
 
 
+def check_layers(implementation: str, layers: Iterable[nn.Module]) -> None:
+    """Refuse an attention implementation that would leave out what `layers` compute.
+
+    Raises:
+        ValueError: names the implementation, the layer and the feature.
+    """
+    for module in (module for layer in layers for module in layer.modules()):
+        features = {
+            "s_aux": getattr(module, "sinks", None),
+            "softcap": getattr(module, "attn_logit_softcapping", None),
+        }
+        for name, value in features.items():
+            if value is not None:
+                _check_computes(implementation, name, module)
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: RowMask,
     *,
-    scaling: float,
-    rows: RowLayout,
+    scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each row of `rows`.
+    """Causal attention inside each row of `attention_mask`.
 
-    `query` (1, heads, T, D), `key` and `value` (1, kv_heads, T, D). Returns (1, T, heads, D). A token attends to at
-    most the last `sliding_window` tokens, itself included.
+    `query` (1, heads, T, D), `key` (1, kv_heads, T, D), `value` (1, kv_heads, T, V). Returns (1, T, heads, V); or with
+    (R, ..., longest row, ...) where the batch dimension separates the rows. Scores
+    above `softcap` are bent, softcap * tanh(score / softcap); `s_aux` (heads,) are scores of a token without a value.
 
     Raises:
-        ValueError: the layer asks for attention sinks or soft-capping.
+        ValueError: the implementation asked for does not compute what the layer asks for.
     """
-    for feature in ("s_aux", "softcap"):
-        if unused.get(feature) is not None:
-            raise ValueError(f"{type(module).__name__} uses {feature}, which the engine's attention does not compute")
-    windowed = sliding_window is not None and sliding_window < rows.longest
-    if rows.equal_rows and not windowed and rows.implementation in ("auto", "sdpa"):
-        # The only path that is compiled together with its layer: a compiled layer runs 3 to 15% faster for it.
-        return _equal_rows(query, key, value, rows.equal_rows, scaling, dropout), None
-    window = sliding_window if windowed else None
-    return _uncompiled_rows(query, key, value, rows, window, scaling, dropout), None
+    rows = attention_mask.rows
+    features = Features(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, softcap, s_aux)
+    if rows is None:
+        attend = attention_kernels.sdpa if softcap is None and s_aux is None else attention_kernels.eager
+        return attend(query, key, value, attention_mask.window, features).transpose(1, 2), None
+    if rows.equal_rows and attention_mask.window is None and softcap is None and s_aux is None:
+        if rows.implementation in ("auto", "sdpa"):
+            # The only path that is compiled together with its layer: a compiled layer runs 3 to 15% faster for it.
+            return _equal_rows(query, key, value, rows.equal_rows, features), None
+    return _uncompiled_rows(module, query, key, value, attention_mask, features), None
 
 
-def _equal_rows(query: Tensor, key: Tensor, value: Tensor, count: int, scaling: float, dropout: float) -> Tensor:
+def _equal_rows(query: Tensor, key: Tensor, value: Tensor, count: int, features: Features) -> Tensor:
     batch = (tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in (query, key, value))
-    return _sdpa(*batch, None, scaling, dropout).transpose(1, 2).flatten(0, 1).unsqueeze(0)
+    return attention_kernels.sdpa(*batch, None, features).transpose(1, 2).flatten(0, 1).unsqueeze(0)
 
 
 @torch.compiler.disable  # how the rows lie changes with every micro-batch: nothing here may become part of a graph
 def _uncompiled_rows(
-    query: Tensor, key: Tensor, value: Tensor, rows: RowLayout, window: int | None, scaling: float, dropout: float
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: RowMask, features: Features
 ) -> Tensor:
-    kernel = _choose_kernel(query, rows, dropout)
-    if kernel == "sdpa":
-        parts = zip(*(tensor.split(rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
-        return torch.cat([_sdpa(*part, window, scaling, dropout).transpose(1, 2) for part in parts], dim=1)
-    attend = _flash_attention if kernel == "flash_attention_2" else _varlen
-    return attend(query, key, value, rows, window, scaling, dropout).unsqueeze(0)
+    kernel = _choose_kernel(query, mask.rows.implementation, features)
+    for name in features.used():
+        _check_computes(kernel, name, module)
+    if kernel in ("sdpa", "eager"):
+        attend = attention_kernels.sdpa if kernel == "sdpa" else attention_kernels.eager
+        parts = zip(*(tensor.split(mask.rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        return torch.cat([attend(*part, mask.window, features).transpose(1, 2) for part in parts], dim=1)
+    return getattr(attention_kernels, kernel)(query, key, value, mask, features)
 
 
-def _choose_kernel(query: Tensor, rows: RowLayout, dropout: float) -> str:
-    if rows.implementation != "auto":
-        return rows.implementation
-    if dropout > 0 or query.device.type == "cpu" or query.dtype != torch.bfloat16:
-        return "sdpa"
+def _choose_kernel(query: Tensor, implementation: str, features: Features) -> str:
+    if implementation != "auto":
+        return implementation
+    plain = features.s_aux is None and features.softcap is None
+    if features.dropout > 0 or query.device.type == "cpu" or query.dtype != torch.bfloat16:
+        return "sdpa" if plain else "eager"
+    if not plain:
+        return "flex_attention"
     return "flash_attention_2" if importlib.util.find_spec("flash_attn") else "varlen"
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float, dropout: float) -> Tensor:
-    mask, length = None, query.shape[2]
-    if window is not None and window < length:
-        position = torch.arange(length, device=query.device)
-        distance = position[:, None] - position[None, :]
-        mask = (distance >= 0) & (distance < window)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-
-
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, rows: RowLayout, window: int | None, scaling: float, dropout: float
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    if dropout > 0:
-        raise ValueError("attn_implementation=varlen has no attention dropout; use attn_implementation=sdpa")
-    # Newer torch asks to be told about grouped-query heads; torch 2.11 takes them as they are and has no such argument.
-    gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    longest = rows.longest
-    left = -1 if window is None else window - 1
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    boundaries = (rows.cu_seqlens, rows.cu_seqlens, longest, longest)
-    return varlen_attn(query, key, value, *boundaries, scale=scaling, window_size=(left, 0), **gqa)
-
-
-def _flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, rows: RowLayout, window: int | None, scaling: float, dropout: float
-) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    longest = rows.longest
-    left = -1 if window is None else window - 1
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        rows.cu_seqlens,
-        rows.cu_seqlens,
-        longest,
-        longest,
-        dropout_p=dropout,
-        softmax_scale=scaling,
-        causal=True,
-        window_size=(left, 0) if window is not None else (-1, -1),
-    )
+def _check_computes(implementation: str, feature: str, module: nn.Module) -> None:
+    if implementation != "auto" and feature in COMPUTES and implementation not in COMPUTES[feature]:
+        raise ValueError(
+            f"{type(module).__name__} uses {feature}, which attn_implementation={implementation} does not compute; "
+            "use attn_implementation=auto"
+        )

@@ -43,7 +43,10 @@ def save_state(
         ValueError: unknown contents, or too little disk space.
     """
     _check_contents(contents)
-    arenas = [{kind: getattr(unit, kind) for kind in _kinds(contents, unit)} for unit in state.units]
+    arenas = [
+        {kind: getattr(unit, kind) for kind in _kinds(contents, unit)} | (unit.buffers if "model" in contents else {})
+        for unit in state.units
+    ]
     check_disk_space(folder, sum(arena.nbytes for unit in arenas for arena in unit.values()))
     with atomic_folder(folder) as partial:
         for unit, kinds in zip(tqdm(state.units, desc="saving", unit=" units", delay=2), arenas, strict=True):
@@ -88,6 +91,8 @@ def load_state(
             if "model" in contents:
                 unit.keep_reference()
                 _load_master(unit, file)
+                for name, buffer in unit.buffers.items():
+                    buffer.copy_(file.get_tensor(name))
             if "optimizer" in contents:
                 for kind in _kinds(["optimizer"], unit):
                     getattr(unit, kind).copy_(file.get_tensor(kind))
@@ -205,6 +210,10 @@ def _check_unit_file(folder: Path, unit: UnitState, contents: Collection[str]) -
         raise ValueError(f"{path} is damaged: {error}") from error
     expected = ["weight", *(kind for kind in sizes if kind == "low")] if "model" in contents else []
     expected += _kinds(["optimizer"], unit) if "optimizer" in contents else []
+    if "model" in contents:
+        for buffer in unit.plan.buffers:
+            if sizes.get(buffer.name) != list(buffer.shape):
+                raise ValueError(f"{path} is damaged: {buffer.name} has shape {sizes.get(buffer.name)}")
     for kind in expected:
         numel = arena_elements(kind, unit.plan.numel, unit.plan.trained)
         if sizes.get(kind) != [numel]:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatrain_verl.streaming import unpacked_rows
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.model_units import UnitPlan
 from megatrain_verl.streaming.streams import Event, Streams
@@ -149,6 +150,7 @@ def bind(template: nn.Module, unit: UnitPlan, buffer: Tensor) -> nn.Module:
     for local, view in views(unit, buffer).items():
         path, _, name = local.rpartition(".")
         setattr(module.get_submodule(path), name, nn.Parameter(view, requires_grad=trainable[local]))
+    unpacked_rows.install(module)
     return module
 
 

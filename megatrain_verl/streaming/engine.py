@@ -23,7 +23,7 @@ from megatrain_verl.config import AdamWConfig, StreamingConfig
 from megatrain_verl.resources import HostPlan, check_host_memory, check_spill
 from megatrain_verl.streaming import checkpoint, weight_files
 from megatrain_verl.streaming.activations import ActivationStore, SpillArea
-from megatrain_verl.streaming.attention import check_available
+from megatrain_verl.streaming.attention import check_available, check_layers
 from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs, check_micro_batches
 from megatrain_verl.streaming.device_adamw import make_share
 from megatrain_verl.streaming.device_batch import to_device
@@ -31,6 +31,7 @@ from megatrain_verl.streaming.device_ring import DeviceRing, TransferCounters
 from megatrain_verl.streaming.gradients import GradientPath
 from megatrain_verl.streaming.host_adamw import HostAdamW
 from megatrain_verl.streaming.host_store import DTYPES, ParameterState, UnitState
+from megatrain_verl.streaming.layer_arguments import DecoderSkeleton
 from megatrain_verl.streaming.layer_major import DeviceFunctions, LayerMajorPass, LossFunction
 from megatrain_verl.streaming.model_plan import plan_model
 from megatrain_verl.streaming.pass_plan import PassPlan, PassPlanner
@@ -67,6 +68,7 @@ class StreamingEngine:
         check_available(config.attn_implementation, config.dtype, device)
         self.config, self.model_config, self.device = config, model_config, device
         self.plan = plan_model(model_config, config.freeze)
+        check_layers(config.attn_implementation, self.plan.structures)
         trainable = optimizer is not None
         self.host_plan = HostPlan.of(self.plan, config, trainable=trainable, reference=keep_reference)
         check_host_memory(self.host_plan, config)
@@ -158,7 +160,7 @@ class StreamingEngine:
     ) -> LayerMajorPass:
         self.acquire_device(layer_slots)
         self._ring.train(training)
-        dtype, attention = DTYPES[self.config.dtype], self.config.attn_implementation
+        settings = (self._skeleton, self.plan.masks, DTYPES[self.config.dtype], self.config.attn_implementation)
         return LayerMajorPass(
             self.plan,
             self.state,
@@ -167,7 +169,7 @@ class StreamingEngine:
             self._token_head,
             self._functions,
             self._load,
-            [partial(to_device, batch, self._rotary, dtype, self.device, attention) for batch in micro_batches],
+            [partial(to_device, batch, self.device, *settings) for batch in micro_batches],
             first,
             (self.config.seed, self.step_count, self._calls) if training and self.plan.has_dropout() else None,
             self.device,
@@ -178,7 +180,7 @@ class StreamingEngine:
             self.streams,
             list(range(0, len(self.plan.layers) - plan.kept_layers, self.config.checkpoint_interval)),
             [batch.num_tokens for batch in micro_batches],
-            self.model_config.hidden_size,
+            self.plan.hidden_size,
             DTYPES[self.config.dtype],
             self.device,
             plan.input_bytes,
@@ -191,7 +193,7 @@ class StreamingEngine:
         self._ring.load(unit.plan, unit.source(reference=self._reads_reference))
 
     def _check(self, micro_batches: list[MicroBatch]) -> None:
-        limit = self.config.max_seq_len or self.model_config.max_position_embeddings
+        limit = self.config.max_seq_len or self.plan.config.get_text_config().max_position_embeddings
         check_micro_batches(micro_batches, limit, self.plan.vocab_size)
 
     def _weights_changed(self) -> None:
@@ -263,6 +265,8 @@ class StreamingEngine:
             self._wait_updated(unit, "export")
             for span in unit.plan.spans:
                 yield from self.plan.hub.export(span.name, unit.view(unit.weight, span))
+            for name, buffer in unit.buffers.items():
+                yield from self.plan.hub.export(name, buffer)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -309,9 +313,9 @@ class StreamingEngine:
         self._ring = DeviceRing(
             self.plan, self.streams, self.counters, self.device, DTYPES[self.config.dtype], layer_slots, self._compact
         )
-        head, chunk = (self._ring.norm, self._ring.head_weight), self.config.head_chunk_tokens
-        self._token_head = TokenHead(*head, chunk, self._compiled and self.device == "cuda")
-        self._rotary = type(self.plan.rotary)(config=self.plan.config, device=self.device)
+        head, compiled = (self._ring.norm, self._ring.head_weight), self._compiled and self.device == "cuda"
+        self._token_head = TokenHead(*head, self.config.head_chunk_tokens, compiled, self.plan.logit_softcap)
+        self._skeleton = DecoderSkeleton(self.plan.decoder, self.device)
         if self.device == "cuda":
             torch.cuda.current_stream().synchronize()  # the buffers are zeroed before other streams touch them
 
@@ -345,7 +349,7 @@ class StreamingEngine:
             self.state.close()
 
     def _free_device(self, *, updates: bool = True) -> None:
-        self._ring = self._token_head = self._rotary = None
+        self._ring = self._token_head = self._skeleton = None
         if self._adamw_config is not None:
             self._gradients.release_device()
             if updates:

@@ -78,6 +78,8 @@ class UnitState:
     reference_filled: bool = False
     # Arenas for the results of an update that may be dropped.
     spare: "UnitState | None" = None
+    # What is not trained, by name, in its own type; see `BufferPlan`.
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def trained(self) -> list[Tensor]:
         """The arenas that an update writes."""
@@ -167,10 +169,23 @@ class ParameterState:
             written = {kind: dtype for kind, dtype in kinds.items() if kind in TRAINED}
             for index in spared:
                 state.units[index].spare = arenas(plan.units[index], written, ".spare")
+            state._allocate_buffers(config, register)
         except BaseException:
             state.close()
             raise
         return state
+
+    def _allocate_buffers(self, config: StreamingConfig, register: bool) -> None:
+        """Room for the buffers of all units in one allocation; they are small."""
+        planned = [(unit, buffer) for unit in self.units for buffer in unit.plan.buffers]
+        if not planned:
+            return
+        sizes = [-(-buffer.shape.numel() * buffer.dtype.itemsize // 8) * 8 for _, buffer in planned]
+        memory = HostBuffer(sum(sizes), "buffers", shared=config.shared_memory, register=register)
+        self._buffers.append(memory)
+        for (unit, buffer), part in zip(planned, memory.tensor[: sum(sizes)].split(sizes), strict=True):
+            values = part[: buffer.shape.numel() * buffer.dtype.itemsize].view(buffer.dtype)
+            unit.buffers[buffer.name] = values.view(buffer.shape)
 
     def parameters(self) -> Iterator[tuple[UnitState, ParameterSpan]]:
         """Every parameter once, in forward order."""

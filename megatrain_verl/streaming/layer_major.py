@@ -71,7 +71,8 @@ class LayerMajorPass:
     ) -> None:
         self._tied, self._streams, self._ring, self._token_head = plan.tied, streams, ring, head
         self._functions, self._load, self._prepare = functions, load, prepare
-        self._dropout_key, self._device, self._padding_idx = dropout_key, device, plan.padding_idx
+        self._dropout_key, self._device = dropout_key, device
+        self._padding_idx, self._embedding_scale = plan.padding_idx, plan.embedding_scale
         self._embedding, self._layers = state.units[0], state.units[1 : 1 + len(plan.layers)]
         self._head = self._embedding if plan.tied else state.units[-1]
         self._count, self._first = len(prepare), first
@@ -210,7 +211,8 @@ class LayerMajorPass:
 
     @torch.no_grad()
     def _do_embed(self, m: int) -> None:
-        self._hidden.append(F.embedding(self._batches[m].input_ids, self._ring.embedding_weight)[None])
+        rows = F.embedding(self._batches[m].input_ids, self._ring.embedding_weight)
+        self._hidden.append(self._scaled(rows)[None])
 
     @torch.no_grad()
     def _do_layer(self, m: int, layer: int, template: nn.Module) -> None:
@@ -238,8 +240,12 @@ class LayerMajorPass:
 
     def _call(self, m: int, layer: int, template: nn.Module, hidden: Tensor) -> Tensor:
         seed = None if self._dropout_key is None else dropout_seed(self._dropout_key, self._first + m, layer)
+        for buffer in self._layers[layer].plan.buffers:  # a template serves many layers
+            path, _, name = buffer.local.rpartition(".")
+            value = self._layers[layer].buffers[buffer.name].to(self._device, non_blocking=True)
+            template.get_submodule(path)._buffers[name] = value
         with seeded(seed, self._device):
-            return self._functions.layer(template, hidden, self._batches[m].layer_arguments)
+            return self._functions.layer(template, hidden, self._batches[m].layer_arguments[layer])
 
     def _do_score(self, m: int, entropy: bool, sum_pi_squared: bool, keep: bool = False) -> Tensor | None:
         outputs, kept = self._token_head.score(
@@ -281,7 +287,7 @@ class LayerMajorPass:
         if total is None:  # frozen
             self._grad[m] = None
             return
-        ids, grad = self._batches[m].input_ids, self._grad[m][0].float()
+        ids, grad = self._batches[m].input_ids, self._scaled(self._grad[m][0]).float()
         if self._padding_idx is not None:  # as torch's embedding; a tied matrix keeps the head's part in that row
             grad = grad.masked_fill((ids == self._padding_idx)[:, None], 0.0)
         if self._device == "cuda":  # sorts first: the same bits in every run, where index_add_ adds in any order
@@ -289,6 +295,12 @@ class LayerMajorPass:
         else:
             total.index_add_(0, ids, grad)
         self._grad[m] = None
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        if self._embedding_scale == 1:
+            return rows
+        # Rounded to the type of the rows, as in the families that scale.
+        return rows * torch.tensor(self._embedding_scale, dtype=rows.dtype).item()
 
 
 def _call_layer(template: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:

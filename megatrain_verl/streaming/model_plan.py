@@ -13,13 +13,36 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain_verl.streaming import attention
+from megatrain_verl.streaming.attention import MaskKind
 from megatrain_verl.streaming.hub_layout import HubLayout
-from megatrain_verl.streaming.model_units import UnitPlan, freeze_parameters, plan_unit
+from megatrain_verl.streaming.layer_arguments import DecoderSkeleton, decoder_of, embedding_scale
+from megatrain_verl.streaming.model_units import UnitPlan, freeze_parameters, plan_buffers, plan_unit
 from megatrain_verl.streaming.quantised_weights import check_quantization
 
 # Families whose loss, gradients and updates are compared with plain transformers in tests/. Others differ in places
 # that go wrong silently (soft-caps, embedding scales, masks), so they are refused instead.
-VERIFIED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+VERIFIED_MODEL_TYPES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "llama",
+    "llama4_text",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
 
 
 @dataclass
@@ -34,9 +57,14 @@ class ModelPlan:
     # Final norm and output matrix. For tied models the same object as `embedding`: one parameter, one transfer.
     head: UnitPlan
     norm: nn.Module
-    rotary: nn.Module
     # Names and cuts of the parameters in checkpoints; a folder that is loaded replaces it by its own.
     hub: HubLayout
+    # The whole decoder on the meta device, whose forward says what its layers get.
+    decoder: nn.Module
+    # Rows of the embedding are multiplied by it before the first layer.
+    embedding_scale: float = 1.0
+    # Logits z become logit_softcap * tanh(z / logit_softcap).
+    logit_softcap: float | None = None
     # The token whose embedding gets no gradient (Hugging Face models name pad_token_id); None: every token's does.
     padding_idx: int | None = None
     # Names by which checkpoints may also call a parameter (the tied output matrix), not to be loaded or exported.
@@ -49,6 +77,11 @@ class ModelPlan:
     @property
     def units(self) -> list[UnitPlan]:
         return [self.embedding, *self.layers] + ([] if self.tied else [self.head])
+
+    @property
+    def masks(self) -> list[MaskKind]:
+        """Which tokens each layer attends to."""
+        return [unit.mask for unit in self.layers]
 
     @property
     def unit_sizes(self) -> tuple[int, ...]:
@@ -82,15 +115,15 @@ class ModelPlan:
 
     @property
     def hidden_size(self) -> int:
-        return self.config.hidden_size
+        return self.config.get_text_config().hidden_size
 
     @property
     def intermediate_size(self) -> int:
-        return self.config.intermediate_size
+        return self.config.get_text_config().intermediate_size
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        return self.config.get_text_config().vocab_size
 
     @property
     def num_parameters(self) -> int:
@@ -118,8 +151,9 @@ def plan_model(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelPla
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     freeze_parameters(model, freeze)
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names |= {id(buffer): name for name, buffer in model.named_buffers()}
     _refuse_unplanned(model, decoder)
 
     tied = model.get_output_embeddings().weight is decoder.embed_tokens.weight
@@ -133,14 +167,16 @@ def plan_model(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelPla
 
     structures: dict[tuple, int] = {}
     layers, templates = [], []
-    for index, layer in enumerate(decoder.layers):
-        key = structure_key(layer)
+    masks = DecoderSkeleton(decoder, "cpu").mask_kinds()
+    for index, (layer, mask) in enumerate(zip(decoder.layers, masks, strict=True)):
+        key = (mask, structure_key(layer))
         if key not in structures:
             structures[key] = len(templates)
             templates.append(layer)
         unit = _plan_unit(f"layers.{index}", [("", layer)], names)
-        unit.structure = structures[key]
+        unit.structure, unit.mask, unit.buffers = structures[key], mask, plan_buffers(layer, names)
         layers.append(unit)
+    loaded = [name for name, _ in model.named_parameters()] + [b.name for unit in layers for b in unit.buffers]
     return ModelPlan(
         config=config,
         structures=templates,
@@ -148,8 +184,10 @@ def plan_model(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelPla
         layers=layers,
         head=planned.get("head", planned["embedding"]),
         norm=decoder.norm,
-        rotary=decoder.rotary_emb,
-        hub=HubLayout(model, names.values(), aliases),
+        decoder=decoder,
+        embedding_scale=embedding_scale(model),
+        logit_softcap=getattr(config.get_text_config(), "final_logit_softcapping", None),
+        hub=HubLayout(model, loaded, aliases),
         padding_idx=decoder.embed_tokens.padding_idx,
         aliases=aliases,
     )
@@ -192,8 +230,6 @@ def structure_key(layer: nn.Module) -> tuple:
 def _plan_unit(unit: str, modules: list[tuple[str, nn.Module]], names: dict[int, str]) -> UnitPlan:
     parameters = []
     for prefix, module in modules:
-        if any(True for _ in module.buffers()):
-            raise ValueError(f"{unit} holds buffers ({type(module).__name__}); they cannot be rebuilt per layer yet")
         for local, parameter in module.named_parameters():
             parameters.append((f"{prefix}.{local}" if prefix else local, parameter))
     return plan_unit(unit, parameters, names)
@@ -207,5 +243,5 @@ def _refuse_unplanned(model: nn.Module, decoder: nn.Module) -> None:
     if unknown:
         raise ValueError(f"{type(model).__name__} has parameters the engine does not stream: {', '.join(unknown[:5])}")
     head = model.get_output_embeddings()
-    if head.bias is not None or getattr(model.config, "final_logit_softcapping", None):
-        raise ValueError(f"the head of {type(model).__name__} (bias or soft-capping) is not supported")
+    if head.bias is not None:
+        raise ValueError(f"the head of {type(model).__name__} has a bias, which is not supported")

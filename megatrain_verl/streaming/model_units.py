@@ -3,10 +3,12 @@
 import fnmatch
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
+from megatrain_verl.streaming.attention import MaskKind
 
 ALIGNMENT = 128  # elements; keeps every parameter of a slot on a 256-byte boundary in bfloat16
 
@@ -26,6 +28,16 @@ class ParameterSpan:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True)
+class BufferPlan:
+    """A tensor of a layer that is loaded and exported, but not trained, in the family's own type (router biases)."""
+
+    name: str
+    local: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 @dataclass
 class UnitPlan:
     """A part of the model that crosses to the device as one transfer. `numel` counts alignment padding too.
@@ -36,8 +48,10 @@ class UnitPlan:
     name: str
     spans: list[ParameterSpan]
     numel: int
-    # Index into ModelPlan.structures, for decoder layers.
+    # For decoder layers: index into ModelPlan.structures, and which tokens they attend to.
     structure: int | None = None
+    mask: MaskKind = MaskKind()
+    buffers: list[BufferPlan] = field(default_factory=list)
 
     @property
     def trained(self) -> int:
@@ -56,6 +70,22 @@ def plan_unit(unit: str, parameters: Iterable[tuple[str, nn.Parameter]], names: 
         spans.append(span)
         offset += -(-span.numel // ALIGNMENT) * ALIGNMENT
     return UnitPlan(unit, spans, offset)
+
+
+def plan_buffers(layer: nn.Module, names: dict[int, str]) -> list[BufferPlan]:
+    """The buffers of `layer`; `names` has their full names by id.
+
+    Raises:
+        ValueError: one that checkpoints do not hold.
+    """
+    buffers = []
+    for path, module in layer.named_modules():
+        for local, buffer in module.named_buffers(recurse=False):
+            if local in module._non_persistent_buffers_set:
+                raise ValueError(f"{type(module).__name__} makes the buffer {local} itself; this is not supported")
+            path_of_buffer = f"{path}.{local}" if path else local
+            buffers.append(BufferPlan(names[id(buffer)], path_of_buffer, buffer.shape, buffer.dtype))
+    return buffers
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -55,10 +55,13 @@ class TokenHead:
         weight: (V, H) output matrix, a view into the device slot.
         chunk_tokens: tokens per chunk.
         compiled: fuse what is done with the logits with torch.compile.
+        softcap: logits z become softcap * tanh(z / softcap) before the temperature; None leaves them.
     """
 
-    def __init__(self, norm: nn.Module, weight: Tensor, chunk_tokens: int, compiled: bool = False) -> None:
-        self.norm, self.weight, self._chunk_tokens = norm, weight, chunk_tokens
+    def __init__(
+        self, norm: nn.Module, weight: Tensor, chunk_tokens: int, compiled: bool = False, softcap: float | None = None
+    ) -> None:
+        self.norm, self.weight, self._chunk_tokens, self._softcap = norm, weight, chunk_tokens, softcap
         self._score_logits = MaybeCompiled(score_logits, compiled)
 
     @torch.no_grad()
@@ -78,8 +81,9 @@ class TokenHead:
         parts = kept.split(self._chunk_tokens) if keep else itertools.repeat(None)
         for chunk, part in zip(tokens.chunks(self._chunk_tokens), parts):  # noqa: B905 - `parts` may have no end
             logits = matmul_float32(self.norm(hidden[chunk.positions]), self.weight.t())
+            wanted = (entropy, sum_pi_squared, kept.dtype if keep else None)
             log_probs, entropies, squares, gradient = self._score_logits(
-                logits, chunk.labels, chunk.temperature, entropy, sum_pi_squared, kept.dtype if keep else None
+                logits, chunk.labels, chunk.temperature, self._softcap, *wanted
             )
             outputs.log_probs[chunk.positions] = log_probs
             if entropy:
@@ -150,29 +154,36 @@ class TokenHead:
             return kept, grad_log_probs[:, None]
         logits = matmul_float32(normed, self.weight.t())
         if grad_entropy is None:
-            *_, gradient = self._score_logits(logits, chunk.labels, chunk.temperature, False, False, normed.dtype)
+            settings = (self._softcap, False, False, normed.dtype)
+            *_, gradient = self._score_logits(logits, chunk.labels, chunk.temperature, *settings)
             return gradient, grad_log_probs[:, None]
+        slope = None if self._softcap is None else bend(logits, self._softcap)
         log_p = torch.log_softmax(logits.div_(chunk.temperature[:, None]), dim=1)
         p = log_p.exp()
         weighted = log_p.add_(_entropy(p, log_p)[:, None]).mul_(grad_entropy[:, None])
         grad = weighted.add_(grad_log_probs[:, None]).mul_(p).neg_()
         grad.scatter_add_(1, chunk.labels[:, None], grad_log_probs[:, None])
-        return grad.div_(chunk.temperature[:, None]).to(normed.dtype), torch.ones_like(grad_log_probs[:, None])
+        grad.div_(chunk.temperature[:, None])
+        if slope is not None:
+            grad.mul_(slope)
+        return grad.to(normed.dtype), torch.ones_like(grad_log_probs[:, None])
 
 
 def score_logits(
     logits: Tensor,
     labels: Tensor,
     temperature: Tensor,
+    softcap: float | None,
     entropy: bool,
     sum_pi_squared: bool,
     gradient: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """What is wanted of a chunk of `logits` (C, V) float32 before the division by `temperature` (C,).
+    """What is wanted of a chunk of `logits` (C, V) float32 before soft-cap and division by `temperature` (C,).
 
     Log-prob of `labels` (C,), entropy and sum of squared probabilities, each (C,) float32, and with `gradient` in that
     dtype (C, V) the gradient of the log-prob for `logits`.
     """
+    slope = None if softcap is None else bend(logits, softcap)
     log_p = torch.log_softmax(logits / temperature[:, None], dim=1)
     log_probs = log_p.gather(1, labels[:, None]).squeeze(1)
     entropies = _entropy(log_p.exp(), log_p) if entropy else None
@@ -182,7 +193,15 @@ def score_logits(
     grad = (log_p.exp() / -temperature[:, None]).to(gradient)
     # 1 - p of the label from its log-prob: exact where p is close to 1.
     grad.scatter_(1, labels[:, None], (-torch.expm1(log_probs) / temperature)[:, None].to(gradient))
-    return log_probs, entropies, squares, grad
+    return log_probs, entropies, squares, grad if slope is None else grad.mul_(slope)
+
+
+def bend(logits: Tensor, softcap: float) -> Tensor:
+    """Soft-cap `logits` in place; returns the derivative, 1 - tanh(z / softcap)^2, of the same shape."""
+    bent = logits.div_(softcap).tanh_()
+    slope = 1 - bent.square()
+    bent.mul_(softcap)
+    return slope
 
 
 def _entropy(p: Tensor, log_p: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ class _Writer:
     def __init__(self, state: ParameterState, plan: ModelPlan) -> None:
         self._plan = plan
         self._targets = {span.name: (unit, span) for unit, span in state.parameters()}
+        self._buffers = {name: buffer for unit in state.units for name, buffer in unit.buffers.items()}
         self._written: set[str] = set()
         # Shown from the third second on, so not for small models.
         total = plan.num_parameters
@@ -79,6 +80,10 @@ class _Writer:
 
     def write(self, place: Place, parts: Iterable[tuple[int, Tensor]]) -> None:
         """Write `parts`, (first element, values), of the block at `place`."""
+        if place.parameter in self._buffers:
+            for start, values in parts:
+                self._buffers[place.parameter].view(-1)[start : start + values.numel()].copy_(values.view(-1))
+            return
         unit, span = self._targets[place.parameter]
         for start, values in parts:
             part = ParameterSpan(span.name, span.local, values.shape, span.offset + place.block.offset + start)
@@ -101,7 +106,7 @@ class _Checklist:
 
     def __init__(self, plan: ModelPlan) -> None:
         self._hub = plan.hub
-        self._parameters = [span.name for unit in plan.units for span in unit.spans]
+        self._parameters = [part.name for unit in plan.units for part in (*unit.spans, *unit.buffers)]
         self._model_type = plan.config.model_type
         self._names: set[str] = set()
         self._present: set[str] = set()

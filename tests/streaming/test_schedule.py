@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Gemma2Config, Qwen2Config, T5Config
+from transformers import CohereConfig, Qwen2Config, T5Config
 
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.batch import MicroBatch
@@ -147,7 +147,7 @@ def test_a_micro_batch_larger_than_a_wave_is_refused():
     "config, message",
     [
         (T5Config(), "encoder-decoder"),
-        (Gemma2Config(), "gemma2.*not supported"),
+        (CohereConfig(), "cohere.*not supported"),
         (Qwen2Config(quantization_config={"quant_method": "fp8"}), "quantised .fp8"),
         (Qwen2Config(quantization_config={"quant_method": "gptq", "bits": 4}), "quantised .gptq"),
     ],

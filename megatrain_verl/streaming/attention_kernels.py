@@ -1,0 +1,156 @@
+"""Kernels behind `attention.packed_attention`. Queries (1, heads, T, D), keys (1, kv_heads, T, D), values
+(1, kv_heads, T, V).
+
+`sdpa` and `eager` take one row, or a batch of equally long ones, and return (rows, heads, T, V). The others take all
+rows of a micro-batch and return (1, T, heads, V).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from megatrain_verl.streaming.attention import RowMask
+
+
+@dataclass
+class Features:
+    """How scores become probabilities. `s_aux` (heads,) are attention sinks."""
+
+    scaling: float
+    dropout: float = 0.0
+    softcap: float | None = None
+    s_aux: Tensor | None = None
+
+    def used(self) -> list[str]:
+        """Names of those that not every kernel computes."""
+        used = {"dropout": self.dropout > 0, "softcap": self.softcap is not None, "s_aux": self.s_aux is not None}
+        return [name for name, is_used in used.items() if is_used]
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None, features: Features) -> Tensor:
+    """torch's scaled dot product attention; a window as a mask."""
+    mask = _mask(query.shape[2], window, query.device) if window is not None and window < query.shape[2] else None
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        dropout_p=features.dropout,
+        scale=features.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def eager(query: Tensor, key: Tensor, value: Tensor, window: int | None, features: Features) -> Tensor:
+    """Everything, step by step, with T x T scores per head in float32."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+    scores = (query @ key.transpose(2, 3)).float() * features.scaling
+    if features.softcap is not None:
+        scores = features.softcap * torch.tanh(scores / features.softcap)
+    scores = scores.masked_fill(~_mask(query.shape[2], window, query.device), float("-inf"))
+    if features.s_aux is not None:
+        sinks = features.s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    probabilities = scores.softmax(-1)[..., : key.shape[2]]
+    return F.dropout(probabilities, features.dropout).to(value.dtype) @ value
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, mask: "RowMask", features: Features) -> Tensor:
+    """torch's variable-length flash attention."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Newer torch asks to be told about grouped-query heads; torch 2.11 takes them as they are and has no such argument.
+    gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    window = {"window_size": (_left(mask), 0), "scale": features.scaling}
+    return _over_boundaries(functools.partial(varlen_attn, **window, **gqa), query, key, value, mask)
+
+
+def flash_attention_2(query: Tensor, key: Tensor, value: Tensor, mask: "RowMask", features: Features) -> Tensor:
+    """The flash-attn package."""
+    from flash_attn import flash_attn_varlen_func
+
+    settings = {
+        "dropout_p": features.dropout,
+        "softmax_scale": features.scaling,
+        "causal": True,
+        "window_size": (_left(mask), 0) if mask.window is not None else (-1, -1),
+        "softcap": features.softcap or 0.0,
+    }
+    return _over_boundaries(functools.partial(flash_attn_varlen_func, **settings), query, key, value, mask)
+
+
+def _over_boundaries(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: "RowMask"
+) -> Tensor:
+    boundaries = (mask.rows.cu_seqlens, mask.rows.cu_seqlens, mask.rows.longest, mask.rows.longest)
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # these kernels have one head size for all three
+        value = F.pad(value, (0, query.shape[-1] - width))
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return attend(query, key, value, *boundaries)[..., :width].unsqueeze(0)
+
+
+def flex_attention(query: Tensor, key: Tensor, value: Tensor, mask: "RowMask", features: Features) -> Tensor:
+    """torch's compiled flex attention, with sinks by way of the log-sum-exp: softmax over keys and sink is the softmax
+    over keys times sigmoid(lse - sink).
+    """
+    softcap = features.softcap
+
+    def bend(score: Tensor, *position: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    settings = {
+        "score_mod": None if softcap is None else bend,
+        "block_mask": _block_mask(mask, query.shape[2], query.device),
+        "scale": features.scaling,
+        "enable_gqa": query.shape[1] != key.shape[1],
+        "return_lse": features.s_aux is not None,
+    }
+    attended = _compiled_flex(query.is_cuda)(query, key, value, **settings)
+    if features.s_aux is not None:
+        output, log_sum = attended
+        attended = (output * torch.sigmoid(log_sum - features.s_aux.float()[None, :, None])[..., None]).to(value.dtype)
+    return attended.transpose(1, 2)
+
+
+@functools.cache
+def _compiled_flex(compiled: bool) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if compiled else flex_attention
+
+
+def _block_mask(mask: "RowMask", tokens: int, device: torch.device) -> "BlockMask":
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    if "block_mask" not in mask.cache:
+        row = torch.repeat_interleave(torch.tensor(mask.rows.lengths)).to(device)
+        window = tokens if mask.window is None else mask.window
+
+        def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (query - key < window) & (row[query] == row[key])
+
+        mask.cache["block_mask"] = create_block_mask(allowed, None, None, tokens, tokens, device=str(device))
+    return mask.cache["block_mask"]
+
+
+def _mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """(length, length) bool: may query (row) see key (column)?"""
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < (length if window is None else window))
+
+
+def _left(mask: "RowMask") -> int:
+    return -1 if mask.window is None else mask.window - 1

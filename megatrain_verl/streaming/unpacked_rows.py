@@ -1,0 +1,86 @@
+"""Modules that would carry something from one packed row into the next: they get the rows of a pack one by one.
+
+Linear attention keeps a state and a convolution along the sequence, and Llama 4 counts positions by the index of a
+token. Such a module is called with its rows as a batch (R, longest row, ...), padded on the right, where it changes
+nothing for the tokens before it. Linear attention whose kernels take the boundaries of rows stays packed.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from megatrain_verl.streaming.attention import RowLayout, RowMask
+
+
+def install(layer: nn.Module) -> None:
+    """Let the modules of `layer` that need it see their rows apart; `layer` is changed."""
+    for module in layer.modules():
+        if _is_linear_attention(module):
+            call = _with_boundaries if _takes_boundaries(module) else _with_rows_apart
+            module.forward = partial(call, module.forward, True)
+        elif getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            module.forward = partial(_with_rows_apart, module.forward, False)
+
+
+def _is_linear_attention(module: nn.Module) -> bool:
+    return hasattr(module, "chunk_gated_delta_rule")
+
+
+def _takes_boundaries(module: nn.Module) -> bool:
+    """Whether both kernels are those of the packages that transformers' fast path needs, not its own stand-ins."""
+    return module.causal_conv1d_fn is not None and module.chunk_gated_delta_rule.__module__.startswith("fla.")
+
+
+@torch.compiler.disable
+def _with_boundaries(
+    forward: Callable[..., Tensor], is_linear: bool, hidden_states: Tensor, attention_mask: RowMask, **named: object
+) -> Tensor:
+    rows = attention_mask.rows
+    row_of_token = torch.repeat_interleave(rows.cu_seqlens.diff(), output_size=hidden_states.shape[1])
+    boundaries = {"cu_seq_lens_q": rows.cu_seqlens, "seq_idx": row_of_token.to(torch.int32)[None]}
+    return forward(hidden_states=hidden_states, attention_mask=None, **{**named, **boundaries})
+
+
+@torch.compiler.disable  # how the rows lie changes with every micro-batch: nothing here may become part of a graph
+def _with_rows_apart(
+    forward: Callable[..., Tensor | tuple],
+    is_linear: bool,
+    hidden_states: Tensor,
+    attention_mask: RowMask,
+    **named: object,
+) -> Tensor | tuple:
+    rows, tokens = attention_mask.rows, hidden_states.shape[1]
+
+    def apart(value: object) -> object:
+        if isinstance(value, tuple):
+            return tuple(apart(part) for part in value)
+        along_tokens = isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, tokens)
+        return unpack(value, rows) if along_tokens else value
+
+    mask = None if is_linear else replace(attention_mask, rows=None)
+    output = forward(
+        hidden_states=unpack(hidden_states, rows),
+        attention_mask=mask,
+        **{name: apart(value) for name, value in named.items()},
+    )
+    if isinstance(output, tuple):
+        return pack(output[0], rows), *output[1:]
+    return pack(output, rows)
+
+
+def unpack(packed: Tensor, rows: RowLayout) -> Tensor:
+    """(1, T, ...) -> (R, longest, ...), padded with zeros on the right."""
+    if rows.equal_rows:
+        return packed[0].unflatten(0, (rows.equal_rows, -1))
+    return pad_sequence(packed[0].split(rows.lengths), batch_first=True)
+
+
+def pack(batch: Tensor, rows: RowLayout) -> Tensor:
+    """(R, longest, ...) -> (1, T, ...), without the padding."""
+    if rows.equal_rows:
+        return batch.flatten(0, 1)[None]
+    return torch.cat([row[:length] for row, length in zip(batch, rows.lengths, strict=True)])[None]
