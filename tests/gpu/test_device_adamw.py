@@ -60,6 +60,7 @@ def test_a_shared_update_gives_the_masters_of_the_host_alone(dtype, monkeypatch)
     )
     for step in range(3):
         engine_results(shared, oracle.random_rows([64] * 4, seed=step), 2)
+        oracle.masters(shared)  # waits for the updates
         assert shared._updates.device_bytes > 0
         for unit, other in zip(shared.state.units, alone.state.units, strict=True):
             other.grad.copy_(unit.grad)
