@@ -1,4 +1,4 @@
-"""The timeline of one step: three CUDA streams by the profiler, the optimizer thread by its own clock.
+"""The timeline of one step: the CUDA streams by the profiler, the optimizer thread by its own clock.
 
 `record` writes a Chrome trace (ui.perfetto.dev opens it) and beside it a picture. `python timeline.py TRACE PNG` draws
 one again.
@@ -18,7 +18,15 @@ import torch
 from megatrain_verl.streaming.streams import DeviceStreams, ThreadQueue
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-ROWS = ("weight stream", "compute stream", "grad stream", "optimizer thread")
+ROWS = (
+    "weight stream",
+    "compute stream",
+    "grad stream",
+    "AdamW lane 0",
+    "AdamW lane 1",
+    "AdamW lane 2",
+    "optimizer thread",
+)
 CLOCK = "clock of the host"
 
 
@@ -77,25 +85,35 @@ def record(path: Path, streams: DeviceStreams, step: Callable[[], object], finis
 def device_spans(events: list[dict]) -> list[tuple[str, str, float, float]]:
     """(row, name, start, duration) in microseconds of everything that ran on the device.
 
-    The stream with most bytes to the device is the weight stream, that with most bytes to the host the gradient
-    stream, and that with most kernel time the compute stream; others keep their number.
+    Streams are told apart by what they did: the compute stream has most kernel time, the weight stream copies to the
+    device only, the gradient stream to the host only, and the lanes of AdamW both ways. Others keep their number.
     """
     ran = [event for event in events if event.get("cat") in GPU_CATEGORIES]
-    weights: dict[str, Counter] = {row: Counter() for row in ROWS[:3]}
+    kernels, sent, received = Counter(), Counter(), Counter()
     for event in ran:
         stream = event["args"]["stream"]
         if event["cat"] == "kernel":
-            weights["compute stream"][stream] += event["dur"]
+            kernels[stream] += event["dur"]
         elif event["cat"] == "gpu_memcpy":
-            way = {"HtoD": "weight stream", "DtoH": "grad stream"}
-            for mark, row in way.items():
-                weights[row][stream] += event["args"]["bytes"] if mark in event["name"] else 0
-    names = {counter.most_common(1)[0][0]: row for row, counter in weights.items() if counter.total() > 0}
-    spans = []
-    for event in ran:
-        stream = event["args"]["stream"]
-        spans.append((names.get(stream, f"stream {stream}"), event["name"], event["ts"], event["dur"]))
-    return spans
+            sent[stream] += event["args"]["bytes"] if "HtoD" in event["name"] else 0
+            received[stream] += event["args"]["bytes"] if "DtoH" in event["name"] else 0
+    names = {stream: "compute stream" for stream, _ in kernels.most_common(1)}
+    copying = [stream for stream in sorted(sent | received) if stream not in names]
+    lanes = [stream for stream in copying if sent[stream] and received[stream]]
+    names |= {stream: f"AdamW lane {number}" for number, stream in enumerate(lanes)}
+    for row, copied in (("weight stream", sent), ("grad stream", received)):
+        most = max((stream for stream in copying if stream not in names), key=copied.__getitem__, default=None)
+        if most is not None and copied[most]:
+            names[most] = row
+    return [
+        (
+            names.get(event["args"]["stream"], f"stream {event['args']['stream']}"),
+            event["name"],
+            event["ts"],
+            event["dur"],
+        )
+        for event in ran
+    ]
 
 
 def chrome_trace(spans: list[tuple[str, str, float, float]], zero: float) -> dict[str, object]:
