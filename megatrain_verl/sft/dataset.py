@@ -51,6 +51,7 @@ class ChatDataset(Dataset):
         names, part = OmegaConf.to_container(parquet_files.names, resolve=True), parquet_files.part
         folder, settings = folder_of(config), row_settings(config)
         entries = [_entry(name, folder) for name in names]
+        self._names = [entry.name for entry in entries]
         self._sources = [_encoded(json.dumps(name), folder, tokenizer, settings) for name in names]
         rows = _part([source.rows for source in self._sources], entries, part, config)
         rows = rows.select(range(min(max_samples, len(rows)))) if max_samples > 0 else rows
@@ -73,6 +74,12 @@ class ChatDataset(Dataset):
             "position_ids": torch.cat([torch.arange(len(row["input_ids"])) for row in rows]),
             "loss_mask": torch.cat([row["loss_mask"] for row in rows]),
         }
+
+    def description(self) -> list[dict[str, Any]]:
+        """Of each data set its name, and the counts of `Report.counts` before any are held out or mixed."""
+        return [
+            {"name": name, **source.report.counts()} for name, source in zip(self._names, self._sources, strict=True)
+        ]
 
     def largest_token(self) -> int:
         """The largest token id of all usable rows."""

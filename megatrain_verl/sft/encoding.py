@@ -83,12 +83,13 @@ class RowSettings:
 class EncodedRows:
     """Usable rows with the columns of `FEATURES`, and what the model must know of their tokens.
 
-    `turn_ends` counts the last trained token of each row.
+    `turn_ends` counts the last trained token of each row; `report` says what was used and dropped.
     """
 
     rows: datasets.Dataset
     largest_token: int
     turn_ends: Counter[int]
+    report: "Report"
 
 
 def encode_dataset(entry: DatasetEntry, tokenizer: PreTrainedTokenizerBase, settings: RowSettings) -> EncodedRows:
@@ -124,7 +125,7 @@ def encode_dataset(entry: DatasetEntry, tokenizer: PreTrainedTokenizerBase, sett
         print(
             "  the chat template does not show tools: they, their calls and results are written as text (Hermes format)"
         )
-    return EncodedRows(rows, largest, ends)
+    return EncodedRows(rows, largest, ends, report)
 
 
 def usable_rows(
@@ -180,6 +181,15 @@ class Report:
         if not self._rows:
             dropped = self._counts.total()
             raise ValueError(f"{self._entry.source} has no usable row of {dropped}: {'; '.join(self._reasons())}")
+
+    def counts(self) -> dict[str, int]:
+        """Usable and dropped rows, and the tokens of the usable ones."""
+        return {
+            "rows": self._rows,
+            "dropped": self._counts.total(),
+            "tokens": self._tokens,
+            "trained": self._trained,
+        }
 
     def print(self, output: TextIO | None = None) -> None:
         """One line, and one per reason."""

@@ -28,7 +28,10 @@ def compare(config: DictConfig, known: DictConfig, added: list[str], prefix: str
         if any(name == path or path.startswith(f"{name}.") for path in added) and key not in known:
             continue
         check_known(key, known, f"key of the section {prefix[:-1]}" if prefix else "section of the configuration")
-        if known._get_node(key)._is_none() or config._get_node(key)._is_none():
+        expected, found = known._get_node(key), config._get_node(key)
+        if not isinstance(expected, DictConfig) or not expected:
             continue
-        if isinstance(known[key], DictConfig) and isinstance(config[key], DictConfig) and known[key]:
-            compare(config[key], known[key], added, f"{name}.")
+        if isinstance(found, DictConfig) and not found._is_none() and not found._is_interpolation():
+            compare(found, expected, added, f"{name}.")
+        elif not prefix:
+            raise ValueError(f"section {name} of the configuration must map options to values, got {found}")

@@ -31,15 +31,28 @@ def continued(path: Path, step: int) -> Iterator[None]:
             earlier.unlink()
 
 
+def trim(path: Path, step: int) -> None:
+    """Drop the lines of `path` beyond `step`, the one that the run goes on from, and half a line."""
+    if path.exists():
+        _replace(path, _until(step, path))
+
+
 def _until(step: int, *files: Path) -> list[bytes]:
     """Complete lines of `files` up to `step`; of several for one step and kind, the last."""
     lines: dict[tuple, bytes] = {}
     for file in files:
-        for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
+        for number, line in enumerate(file.read_bytes().splitlines(keepends=True) if file.exists() else [], start=1):
             if line.endswith(b"\n"):
-                entry = orjson.loads(line)
-                lines[entry["step"], *sorted(entry["data"])] = line
+                lines[_key(line, f"{file}, line {number}")] = line
     return [line for key, line in sorted(lines.items(), key=lambda item: item[0][0]) if key[0] <= step]
+
+
+def _key(line: bytes, where: str) -> tuple:
+    try:
+        entry = orjson.loads(line)
+        return int(entry["step"]), *sorted(entry["data"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{where} is not what a run wrote ({error!r}); move the file away") from error
 
 
 def _replace(path: Path, lines: list[bytes]) -> None:

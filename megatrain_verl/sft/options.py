@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from transformers import PretrainedConfig
 
-from megatrain_verl.sft import dataset
+from megatrain_verl.sft import dataset, option_rules
 from megatrain_verl.streaming.attention import check_available
 from megatrain_verl.verl_backend import registration
 
@@ -16,8 +16,10 @@ def prepare(config: DictConfig, device: str) -> None:
     """Fill in `config` (a whole run) what follows from its options: verl's data files and class, and the device.
 
     Raises:
-        ValueError: no data, evaluation without data, or options that exclude each other.
+        ValueError: a value that an option cannot have, no data, evaluation without data, or options that exclude each
+            other.
     """
+    option_rules.check(config)
     data, trainer = config.data, config.trainer
     trainer.device = device
     registration.refuse_several_processes(trainer.n_gpus_per_node * trainer.nnodes)
@@ -27,6 +29,10 @@ def prepare(config: DictConfig, device: str) -> None:
         raise ValueError("no data: set data.dataset to names in dataset_info.json of data.dataset_dir")
     elif data.truncation == "drop":  # verl's own class cannot drop
         data.truncation = "error"
+    if trainer.early_stop_patience is not None and trainer.test_freq == -1:
+        raise ValueError(
+            "trainer.early_stop_patience counts evaluations; set trainer.test_freq to evaluate during the run"
+        )
     evaluates = trainer.test_freq == "after_each_epoch" or trainer.test_freq > 0
     if evaluates and not data.val_files:
         raise ValueError("trainer.test_freq evaluates; set data.val_size or data.val_dataset to what it evaluates on")
@@ -71,13 +77,18 @@ def metrics_path(config: DictConfig) -> Path:
     return Path(os.environ.setdefault("VERL_FILE_LOGGER_PATH", os.path.abspath(default)))
 
 
+def use_output_folder(config: DictConfig) -> None:
+    """Let verl's `tensorboard` and `wandb` loggers write below the output folder, unless the environment says where."""
+    folder = os.path.abspath(config.trainer.default_local_dir)
+    os.environ.setdefault("TENSORBOARD_DIR", os.path.join(folder, "tensorboard"))
+    os.environ.setdefault("WANDB_DIR", folder)
+
+
 def _use_registry(data: DictConfig, seed: int) -> None:
     if data.train_files or data.val_files:
         raise ValueError("data.dataset names the data; set data.train_files and data.val_files to null")
     if data.val_dataset and data.val_size:
         raise ValueError("data.val_dataset and data.val_size exclude each other: set one of them")
-    if not data.val_size >= 0:
-        raise ValueError(f"data.val_size must be at least 0, got {data.val_size}")
     with open_dict(data):
         data.seed = seed
         data.custom_cls = {"path": f"pkg://{dataset.__name__}", "name": dataset.ChatDataset.__name__}

@@ -1,18 +1,51 @@
-"""verl's SFT trainer with checks before the model is loaded; the training loop is verl's own."""
+"""verl's SFT trainer with checks before the model is loaded, and reports; the training loop is verl's own."""
 
+import functools
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
+import torch
 from omegaconf import DictConfig
 from verl.trainer import sft_trainer
 from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
-from megatrain_verl.sft import metrics_file, options, process
+from megatrain_verl.sft import (
+    loss_plot,
+    metrics_file,
+    model_card,
+    options,
+    output_folder,
+    process,
+    progress,
+    saved_files,
+    stopping,
+)
 from megatrain_verl.sft.dataset import ChatDataset
+from megatrain_verl.sft.run_state import RunState
+from megatrain_verl.sft.samples import Sample, SampleWriter
 from megatrain_verl.verl_backend.checkpoint import HUGGINGFACE
+from verl_patches import sft_reports
+
+MOST_STEPS_WITHOUT_UPDATE = 10
+SAMPLES, PLOT = "samples.jsonl", "loss.png"
 
 
 class SFTTrainer(sft_trainer.SFTTrainer):
-    """verl's trainer; what it would find out late or not at all is a ValueError before the model is loaded."""
+    """verl's trainer; what it would find out late or not at all is a ValueError before the model is loaded.
+
+    Args:
+        config: a whole run, prepared by `options.prepare`.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self.state = RunState()
+        self.stopped: str | None = None  # why the run ended before its last step
+        self._saved_step: int | None = None  # by this process
+        super().__init__(config)
+
+    # ------------------------------------------------------------------------------------------------- building
 
     def _build_config(self) -> None:
         super()._build_config()
@@ -44,11 +77,24 @@ class SFTTrainer(sft_trainer.SFTTrainer):
                 f"the tokenizer makes token id {dataset.largest_token()}, but {model.path} has {vocab_size} embeddings"
             )
         end = dataset.end_of_turn()
-        stops = model.generation_config.eos_token_id
-        stops = list(stops) if isinstance(stops, list | tuple) else [] if stops is None else [stops]
+        stops = self._stop_tokens()
         if end not in stops:  # as in base models, whose generation ends where their texts do
             model.generation_config.eos_token_id = [*stops, end]
             print(f"the trained model's generation_config.json stops at {model.tokenizer.decode(end)} as well")
+
+    def _stop_tokens(self) -> list[int]:
+        stops = self.model_config.generation_config.eos_token_id
+        return list(stops) if isinstance(stops, list | tuple) else [] if stops is None else [stops]
+
+    def _build_engine(self) -> None:
+        super()._build_engine()
+        self.training_client = progress.EvaluatingWorker(self.training_client)
+        self.engine.checkpoints.attached.append(self)
+
+    def _build_ckpt_handler(self) -> None:
+        if self.config.trainer.resume_mode == "auto" and self.config.trainer.resume_from_path is None:
+            saved_files.check_tracker(Path(self.config.trainer.default_local_dir))
+        super()._build_ckpt_handler()
 
     def _build_dataloader(self) -> None:
         super()._build_dataloader()
@@ -57,22 +103,134 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         if trainer.total_training_steps is not None:  # verl ends after total_epochs, without saving, if that is earlier
             trainer.total_epochs = -(-trainer.total_training_steps // len(self.train_dataloader))
 
-    def _init_engine(self) -> None:
-        super()._init_engine()
-        self.steps_per_epoch = min(self.steps_per_epoch, self.total_training_steps)  # what the progress bar counts to
+    # ------------------------------------------------------------------------------- with each checkpoint (Attachment)
+
+    def write(self, folder: Path) -> None:
+        """Put what the run has reached into the checkpoint that is being made, and a model card beside its weights."""
+        self.state.write(folder)
+        if "hf_model" in self.config.checkpoint.save_contents:
+            parameters = self.engine.streaming.num_parameters
+            card = model_card.text(self.config, self._data(), parameters, self.total_training_steps, self.state)
+            (folder / HUGGINGFACE / "README.md").write_text(card, encoding="utf-8")
+        self._saved_step = self.state.step
+
+    def read(self, folder: Path) -> None:
+        """Go on counting from what a checkpoint says; refuse one that verl could not go on from, or only wrongly."""
+        saved_files.check_loader_state(folder)
+        self.state.read(folder)
+
+    def _data(self) -> list[dict[str, Any]]:
+        return self.train_dataset.description() if isinstance(self.train_dataset, ChatDataset) else []
+
+    # ------------------------------------------------------------------------------------------------- training
 
     def fit(self) -> None:
-        """Train from the checkpoint, if there is one, to the last step."""
-        if self.resume_global_step >= self.total_training_steps:
-            print(f"the run in {self.config.trainer.default_local_dir} has ended at step {self.resume_global_step}")
+        """Train from the checkpoint, if there is one, to the last step, a reason to stop, or SIGTERM."""
+        folder = Path(self.config.trainer.default_local_dir)
+        if self.resume_global_step >= self.total_training_steps or self._stops_early():
+            print(f"the run in {folder} has ended at step {self.resume_global_step}")
             return
         self._check_position()
-        with metrics_file.continued(options.metrics_path(self.config), self.resume_global_step):
-            super().fit()
+        metrics_file.trim(folder / SAMPLES, self.resume_global_step)
+        self._samples = self._sample_writer(folder / SAMPLES)
+        steps = self.total_training_steps
+        self._progress = progress.Progress(self.state, self.engine.streaming.num_parameters, steps, self._end_step)
+        path = options.metrics_path(self.config)
+        with metrics_file.continued(path, self.resume_global_step), stopping.Termination() as self._termination:
+            self._train()
+        if "file" in self.config.trainer.logger:
+            loss_plot.write(path, folder / PLOT)
         if self.engine.batches_without_labels:
             print(f"{self.engine.batches_without_labels} batches had no label and gave no gradient")
         if not self.last_checkpoint.is_dir():
             raise ValueError(self._other_data())
+
+    def _train(self) -> None:
+        """verl's loop, and a checkpoint where it ends before its last step."""
+        try:
+            with sft_reports.replaced(tracking=self._make_tracking, progress=self._progress.batches):
+                super().fit()
+        except stopping.Stopped as reason:
+            self.stopped = str(reason)
+            self._save()
+            print(f"the run ends at step {self.state.step}: {reason}")
+        except torch.OutOfMemoryError as error:
+            self._keep_state(error)
+            raise
+        finally:
+            self._tracking.finish()
+
+    def _make_tracking(self, **settings: Any) -> progress.RunTracking:
+        self._tracking = progress.RunTracking(self._complete, self._logged, **settings)
+        return self._tracking
+
+    def _complete(self, metrics: dict[str, Any], step: int) -> None:
+        if "train/loss" in metrics:
+            self._progress.trained(metrics, step)
+        else:
+            progress.evaluated(metrics, self.state, self.training_client.take_mean_loss())
+
+    def _logged(self, metrics: dict[str, Any], step: int) -> None:
+        if "val/loss" in metrics and self._samples is not None:
+            with self.engine.eval_mode():
+                self._samples.write(self.engine.streaming, step)
+
+    def _sample_writer(self, file: Path) -> SampleWriter | None:
+        trainer = self.config.trainer
+        if self.val_dataset is None or not trainer.sample_rows:
+            return None
+        rows = range(min(trainer.sample_rows, len(self.val_dataset)))
+        samples = [Sample.of_row(self.val_dataset[row]) for row in rows]
+        return SampleWriter(
+            samples, self.model_config.tokenizer, self._stop_tokens(), trainer.sample_tokens, file, trainer.logger
+        )
+
+    def _end_step(self) -> None:
+        """Between two steps: the data loader stands where the next one begins."""
+        if self.state.steps_without_update >= MOST_STEPS_WITHOUT_UPDATE:
+            raise ValueError(
+                f"the gradients of the last {MOST_STEPS_WITHOUT_UPDATE} steps were not finite and nothing was trained; "
+                "look at the loss in the metrics, and for damaged weights in model.path"
+            )
+        if self._termination.requested:
+            raise stopping.Stopped(stopping.SIGTERM)
+        if self._stops_early():
+            raise stopping.Stopped(
+                f"the validation loss was best at step {self.state.best_step} ({self.state.best_loss}), "
+                f"{self.state.evaluations_since_best} evaluations ago"
+            )
+
+    def _stops_early(self) -> bool:
+        patience = self.config.trainer.early_stop_patience
+        return patience is not None and self.state.evaluations_since_best >= patience
+
+    def _keep_state(self, error: torch.OutOfMemoryError) -> None:
+        """Save the last whole step: the weights and moments on the host are those after it."""
+        if self.state.step == self.resume_global_step or not self._is_resumable:
+            return
+        if self._progress.position is not None:
+            self.ckpt_handler.train_dataloader = _Position(self._progress.position)
+        self._save()
+        error.add_note(f"Step {self.state.step} is saved. To go on from it, with a smaller need:\n  {self._command()}")
+
+    def _save(self) -> None:
+        if self._saved_step != self.state.step:
+            self.ckpt_handler.save_checkpoint(self.state.step)
+
+    @property
+    def _is_resumable(self) -> bool:
+        return "model" in self.config.checkpoint.save_contents
+
+    def _command(self) -> str:
+        return stopping.resume_command(self.config, sys.orig_argv, os.environ)
+
+    def how_to_go_on(self) -> str:
+        """For a run that was told to end: the command that resumes it."""
+        if not self._is_resumable:
+            return "it cannot be resumed: checkpoint.save_contents is without model and optimizer"
+        return f"to go on: {self._command()}"
+
+    # ------------------------------------------------------------------------------------------------- resuming
 
     def _check_position(self) -> None:
         """Compare the restored iterator with the step to go on from; at the end of an epoch, let it start afresh.
@@ -92,7 +250,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
     @property
     def last_checkpoint(self) -> Path:
         """What the last step saves."""
-        step = max(self.total_training_steps, self.resume_global_step)
+        step = self.state.step if self.stopped else max(self.total_training_steps, self.resume_global_step)
         return Path(self.config.trainer.default_local_dir) / f"global_step_{step}"
 
     def _other_data(self) -> str:
@@ -103,6 +261,13 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         )
 
 
+class _Position:
+    """What verl's checkpoint handler asks of a data loader, for one that has gone on since."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state_dict = functools.partial(dict, state)
+
+
 def run(config: DictConfig) -> None:
     """Train as `config` says, in this process, and say where the model is.
 
@@ -110,7 +275,8 @@ def run(config: DictConfig) -> None:
         ValueError: wrong options or data, before the model is loaded.
     """
     options.prepare(config, process.device())
-    with process.single_process():
+    options.use_output_folder(config)
+    with output_folder.claimed(Path(config.trainer.default_local_dir)), process.single_process():
         initialize_global_process_group()
         try:
             trainer = SFTTrainer(config)
@@ -121,3 +287,5 @@ def run(config: DictConfig) -> None:
         print(f"metrics: {options.metrics_path(config)}")
     if "hf_model" in config.checkpoint.save_contents:
         print(f"trained model (a MODEL_PATH for transformers, vLLM and RL): {trainer.last_checkpoint / HUGGINGFACE}")
+    if trainer.stopped == stopping.SIGTERM:
+        print(trainer.how_to_go_on())

@@ -84,11 +84,13 @@ class TokenOutputs:
         log_probs: (T,) float32, log-probability of the next token under logits / temperature.
         entropy: (T,) float32 entropy of the same distribution in nats, or None if not asked for.
         sum_pi_squared: (T,) float32 sum of its squared probabilities, or None if not asked for.
+        argmax: (T,) int64 most probable next token, or None if not asked for.
     """
 
     log_probs: Tensor
     entropy: Tensor | None = None
     sum_pi_squared: Tensor | None = None
+    argmax: Tensor | None = None
 
 
 def check_micro_batches(micro_batches: list[MicroBatch], max_seq_len: int, vocab_size: int) -> None:

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from megatrain_verl.config import AdamWConfig, StreamingConfig
 from megatrain_verl.resources import HostPlan, check_host_memory, check_spill
-from megatrain_verl.streaming import checkpoint, weight_files
+from megatrain_verl.streaming import checkpoint, memory_advice, weight_files
 from megatrain_verl.streaming.activations import ActivationStore, SpillArea
 from megatrain_verl.streaming.attention import check_available, check_layers
 from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs, check_micro_batches
@@ -101,13 +101,18 @@ class StreamingEngine:
     # ------------------------------------------------------------------------------------------------- a step
 
     def forward(
-        self, micro_batches: list[MicroBatch], *, entropy: bool = False, sum_pi_squared: bool = False
+        self,
+        micro_batches: list[MicroBatch],
+        *,
+        entropy: bool = False,
+        sum_pi_squared: bool = False,
+        argmax: bool = False,
     ) -> list[TokenOutputs]:
         """Scores of `micro_batches` in evaluation mode, without gradient; tensors on the engine's device."""
         self._check(micro_batches)
-        with self._released_on_error():
+        with self._released_on_error(micro_batches):
             run = self._start(micro_batches, training=False)
-            run.score(entropy=entropy, sum_pi_squared=sum_pi_squared)
+            run.score(entropy=entropy, sum_pi_squared=sum_pi_squared, argmax=argmax)
             self.streams.host_wait(self.streams.compute.record(), "scores computed")
         return run.outputs
 
@@ -135,7 +140,7 @@ class StreamingEngine:
         self._updates.guess(next_lr, self.step_count + 1)
         plan = self.planner.plan(micro_batches, self._device_bytes())
         runs: list[LayerMajorPass] = []
-        with self._released_on_error():
+        with self._released_on_error(micro_batches, plan):
             if self._ring is not None and len(self._ring.layer_slots) != plan.layer_slots:
                 self.release_device()
             for number, wave in enumerate(plan.split(micro_batches), 1):
@@ -359,16 +364,13 @@ class StreamingEngine:
             torch.cuda.empty_cache()
 
     @contextmanager
-    def _released_on_error(self) -> Iterator[None]:
+    def _released_on_error(self, micro_batches: list[MicroBatch], plan: PassPlan | None = None) -> Iterator[None]:
         """A pass that fails in the middle leaves half-used slots and half-added gradients: drop them all."""
         try:
             yield
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(
-                    "What helps: fewer tokens per micro-batch; resident_layers=0 (keep nothing more than streaming "
-                    "needs); a smaller head_chunk_tokens; device_activation_gb (layer inputs beyond it go to the host)"
-                )
+                memory_advice.explain(error, self.plan, self.config, micro_batches, plan, self.planner)
             self.streams.abandon()
             if self._adamw_config is not None:
                 self.zero_grad()

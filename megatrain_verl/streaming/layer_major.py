@@ -90,11 +90,11 @@ class LayerMajorPass:
 
     # ----------------------------------------------------------------------------------------------- the order
 
-    def score(self, *, entropy: bool, sum_pi_squared: bool) -> None:
+    def score(self, *, entropy: bool, sum_pi_squared: bool, argmax: bool = False) -> None:
         """Append the forward pass; `outputs` fills."""
         self._forward()
         self._ring.use(self._head.plan)
-        self._for_each_micro_batch(self._do_score, entropy, sum_pi_squared)
+        self._for_each_micro_batch(self._do_score, entropy, sum_pi_squared, False, argmax)
         self._ring.done(self._head.plan)
 
     def forward_backward(
@@ -247,10 +247,11 @@ class LayerMajorPass:
         with seeded(seed, self._device):
             return self._functions.layer(template, hidden, self._batches[m].layer_arguments[layer])
 
-    def _do_score(self, m: int, entropy: bool, sum_pi_squared: bool, keep: bool = False) -> Tensor | None:
-        outputs, kept = self._token_head.score(
-            self._hidden[m][0], self._batches[m].tokens, entropy=entropy, sum_pi_squared=sum_pi_squared, keep=keep
-        )
+    def _do_score(
+        self, m: int, entropy: bool, sum_pi_squared: bool, keep: bool = False, argmax: bool = False
+    ) -> Tensor | None:
+        scores = {"entropy": entropy, "sum_pi_squared": sum_pi_squared, "keep": keep, "argmax": argmax}
+        outputs, kept = self._token_head.score(self._hidden[m][0], self._batches[m].tokens, **scores)
         self.outputs.append(outputs)
         return kept
 

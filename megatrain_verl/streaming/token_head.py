@@ -66,9 +66,16 @@ class TokenHead:
 
     @torch.no_grad()
     def score(
-        self, hidden: Tensor, tokens: ScoredTokens, *, entropy: bool, sum_pi_squared: bool, keep: bool = False
+        self,
+        hidden: Tensor,
+        tokens: ScoredTokens,
+        *,
+        entropy: bool,
+        sum_pi_squared: bool,
+        keep: bool = False,
+        argmax: bool = False,
     ) -> tuple[TokenOutputs, Tensor | None]:
-        """Scores of `hidden` (T, H), each (T,) float32 and 0 where `tokens` names no position.
+        """Scores of `hidden` (T, H), each (T,) float32 (`argmax` int64) and 0 where `tokens` names no position.
 
         With `keep`, also (onehot - p) / temperature (S, V) in the compute dtype, for `backward`.
         """
@@ -77,6 +84,8 @@ class TokenHead:
             return torch.zeros(hidden.shape[0], device=hidden.device) if wanted else None
 
         outputs = TokenOutputs(zeros(True), zeros(entropy), zeros(sum_pi_squared))
+        if argmax:
+            outputs.argmax = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
         kept = hidden.new_empty(len(tokens.positions), self.weight.shape[0]) if keep else None
         parts = kept.split(self._chunk_tokens) if keep else itertools.repeat(None)
         for chunk, part in zip(tokens.chunks(self._chunk_tokens), parts):  # noqa: B905 - `parts` may have no end
@@ -86,6 +95,8 @@ class TokenHead:
                 logits, chunk.labels, chunk.temperature, self._softcap, *wanted
             )
             outputs.log_probs[chunk.positions] = log_probs
+            if argmax:
+                outputs.argmax[chunk.positions] = logits.argmax(1)
             if entropy:
                 outputs.entropy[chunk.positions] = entropies
             if sum_pi_squared:

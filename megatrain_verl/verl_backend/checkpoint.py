@@ -3,6 +3,7 @@
     <path>/engine/             masters, Adam moments and step count, bit for bit        (model, optimizer)
     <path>/extra_state.json    learning-rate schedule and random generators             (extra)
     <path>/huggingface/        config, tokenizer, generation config; weights too with   (hf_model)
+    and the files of `CheckpointStore.attached`
 
 `<path>` is `<default_local_dir>/global_step_N/actor` in RL and `<default_local_dir>/global_step_N` in SFT.
 """
@@ -10,6 +11,7 @@
 import logging
 import shutil
 from pathlib import Path
+from typing import Protocol
 
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import HFModelConfig
@@ -29,6 +31,16 @@ ENGINE, HUGGINGFACE = "engine", "huggingface"
 LOADER_STATE = "data_*.pt"  # which verl's SFT trainer writes into the checkpoint when it is complete
 
 
+class Attachment(Protocol):
+    """Further files of each checkpoint, that a trainer adds."""
+
+    def write(self, folder: Path) -> None:
+        """Write them into a checkpoint that is being made."""
+
+    def read(self, folder: Path) -> None:
+        """Go on from what `write` wrote; raises ValueError if it cannot."""
+
+
 class CheckpointStore:
     """Saves and loads one engine's checkpoints with the contents that verl's configuration names.
 
@@ -41,6 +53,7 @@ class CheckpointStore:
         self._model = model
         self._save_contents, self._load_contents = set(config.save_contents), set(config.load_contents)
         self._retention = Retention()
+        self.attached: list[Attachment] = []
 
     def save(self, path: str, engine: StreamingEngine, learning_rate: LearningRate, limit: int | None) -> None:
         """Write `path` in full or not at all, then delete checkpoints of this run beyond `limit`."""
@@ -50,6 +63,8 @@ class CheckpointStore:
             if "extra" in self._save_contents:
                 extra_state.write(folder, learning_rate)
             self._write_pretrained(folder / HUGGINGFACE, engine)
+            for attachment in self.attached:
+                attachment.write(folder)
             for state in Path(path).glob(LOADER_STATE):  # of an earlier run that saved this step: verl replaces it next
                 shutil.copy(state, folder)
         logger.info("saved checkpoint %s", path)
@@ -66,6 +81,8 @@ class CheckpointStore:
         if not folder.is_dir():
             raise ValueError(f"there is no checkpoint at {folder}")
         extra = extra_state.read(folder) if "extra" in self._load_contents else None
+        for attachment in self.attached:
+            attachment.read(folder)
         if "model" in self._load_contents:
             if not (folder / ENGINE).is_dir():
                 raise ValueError(f"checkpoint {folder} was saved without model and optimizer; it cannot be resumed")

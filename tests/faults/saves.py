@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import hydra
 import torch
 import torch.distributed
 from omegaconf import OmegaConf
@@ -24,6 +25,9 @@ from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 
 import megatrain_verl.verl_backend.plugin  # noqa: F401, I001  (before verl asks for its platform)
+from megatrain_verl.sft import saved_files, search_path
+from megatrain_verl.sft.run_state import RunState
+from megatrain_verl.sft.trainer import SFTTrainer
 from megatrain_verl.verl_backend.config import MegaTrainEngineConfig
 from megatrain_verl.verl_backend.engine import MegaTrainEngine
 from tests.faults.write_points import FULL, KILL, WritePoints
@@ -116,10 +120,17 @@ class RL:
 
 
 class SFT:
-    """verl's `CheckpointHandler`, through which its SFT trainer saves and resumes."""
+    """verl's `CheckpointHandler`, through which the SFT trainer saves and resumes, with the trainer's own files."""
 
     def __init__(self, engine: MegaTrainEngine, root: Path) -> None:
         self.engine, self.root = engine, root
+        self.trainer = SFTTrainer.__new__(SFTTrainer)
+        self.trainer.state, self.trainer.engine, self.trainer.train_dataset = RunState(), engine, None
+        self.trainer.total_training_steps = 8
+        search_path.register()
+        with hydra.initialize_config_module("megatrain_verl.sft.conf", version_base=None):
+            self.trainer.config = hydra.compose("megatrain_sft", [f"model.path={engine.model_config.path}"])
+        engine.checkpoints.attached.append(self.trainer)
 
     def _handler(self, loader: StatefulDataLoader) -> CheckpointHandler:
         process_group()
@@ -127,12 +138,17 @@ class SFT:
 
     def save(self, step: int) -> None:
         handler = self._handler(batches(step))
+        self.trainer.state.trained(step, 100, 1.0, 1.0)
         handler.save_checkpoint(step)
         torch.distributed.destroy_process_group()
 
     def load(self) -> tuple[int, StatefulDataLoader]:
         loader = StatefulDataLoader(list(range(ROWS)), batch_size=BATCH)
+        saved_files.check_tracker(self.root)
         step = self._handler(loader).load_checkpoint()
+        assert self.trainer.state.step == step
+        card = (self.root / f"global_step_{step}" / "huggingface" / "README.md").read_text()
+        assert f"| steps | {step} of 8 |" in card and card.endswith("\n")
         torch.distributed.destroy_process_group()
         return step, loader
 

@@ -1,6 +1,8 @@
 """Whatever is in a data file, a registry or a configuration: it is read, or an error names the file, row or key."""
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,9 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from megatrain_verl.sft import reference_config, search_path
+from megatrain_verl.sft import known_options, option_rules, options, reference_config, search_path
 from megatrain_verl.sft.encoding import Report, RowSettings, usable_rows
 from megatrain_verl.sft.registry import COLUMNS, KEYS, TAGS, find_datasets
 from tests.sft.cases import alpaca_rows, byte_tokenizer
@@ -101,6 +103,20 @@ def test_any_sharegpt_rows(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     use_or_name(tmp_path, "rows.json")
 
 
+chat_message = st.fixed_dictionaries(
+    {"role": st.one_of(text, st.sampled_from(WORDS))},
+    optional={"content": anything, "tool_calls": anything, "name": anything},
+)
+
+
+@quick
+@given(rows=st.lists(st.fixed_dictionaries({"messages": st.lists(chat_message, max_size=4), "tools": anything})))
+def test_any_openai_rows(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    register(tmp_path, formatting="openai", columns={"messages": "messages", "tools": "tools"})
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    use_or_name(tmp_path, "rows.json")
+
+
 @quick
 @given(
     entry=st.one_of(
@@ -167,6 +183,56 @@ def test_any_configuration(tmp_path: Path, content: str) -> None:
         return
     parsed = {override.key_or_group: override.value() for override in PARSER.parse_overrides(overrides)}
     assert OmegaConf.create({"path": parsed["model.path"]}).path == yaml.safe_load(content)["model"]["name"]
+
+
+@pytest.fixture(scope="module")
+def defaults() -> DictConfig:
+    search_path.register()
+    with hydra.initialize_config_module("megatrain_verl.sft.conf", version_base=None):
+        return hydra.compose("megatrain_sft", ["model.path=model", "data.dataset=rows"])
+
+
+value = st.one_of(
+    leaf,
+    st.sampled_from(["${nothing}", "${data}", "???", "after_each_epoch", "resume_path", "wandb", -1, 1, 10**30]),
+    st.lists(leaf, max_size=3),
+    st.dictionaries(text, leaf, max_size=2),
+)
+
+
+@quick
+@given(option=st.sampled_from([*option_rules.RULES]), value=value)
+def test_any_value_of_any_option(defaults: DictConfig, option: str, value: Any) -> None:
+    """What follows from the options, up to the data, is a prepared run or an error that names an option."""
+    section, key = option.split(".")
+    config = copy.deepcopy(defaults)
+    config[section][key] = value
+    try:
+        options.prepare(config, "cpu")
+    except ValueError as error:
+        assert type(error) is ValueError and re.search(r"(data|trainer|optim|model)\.\w+", str(error)), repr(error)
+    else:
+        assert option_rules.RULES[option].accepts(OmegaConf.select(config, option)) or section == "data"
+
+
+@quick
+@given(section=st.sampled_from(["data", "trainer", "optim", "engine", "checkpoint", "model", "datas"]), content=value)
+def test_any_content_of_a_section(defaults: DictConfig, section: str, content: Any) -> None:
+    """As a configuration file of the user's may have it, where Hydra checks nothing."""
+    config = copy.deepcopy(defaults)
+    with open_dict(config):
+        if isinstance(content, dict) and section in config:
+            for key, item in content.items():
+                with open_dict(config[section]):
+                    config[section][key] = item
+        else:
+            config[section] = content
+    try:
+        known_options.compare(config, defaults, [])
+    except ValueError as error:
+        assert type(error) is ValueError and section in str(error), repr(error)
+    else:
+        assert content == {}
 
 
 TEXTS = ["It's", "a\\'b\\", "'\\\\'", "${x}", "\\${x}", "{a: 1}", "a=b,c", " ", "true", "5", "\u00fc\n"]

@@ -78,7 +78,8 @@ REFUSED = {
     "two ways to evaluate": (["data.val_size=2", "data.val_dataset=b"], "val_dataset and data.val_size exclude"),
     "nothing to evaluate on": (["trainer.test_freq=2"], "set data.val_size or data.val_dataset"),
     "nothing per epoch": (["trainer.test_freq=after_each_epoch"], "set data.val_size or data.val_dataset"),
-    "negative share": (["data.val_size=-1"], "data.val_size must be at least 0"),
+    "negative share": (["data.val_size=-1"], "data.val_size must be a number, at least 0, got -1"),
+    "patience without evaluations": (["trainer.early_stop_patience=2"], "set trainer.test_freq to evaluate"),
     "padding": (["data.pad_mode=right"], "data.pad_mode must be no_padding"),
     "packing": (["data.packing=true", "data.use_dynamic_bsz=False"], "data.packing needs data.use_dynamic_bsz=True"),
     "packing of other data": (

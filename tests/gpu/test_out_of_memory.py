@@ -1,0 +1,51 @@
+"""Really out of CUDA memory: the error says what fits, that fits, and the step is as if nothing had failed."""
+
+import re
+
+import pytest
+import torch
+
+from megatrain_verl.config import AdamWConfig
+from tests import oracle
+from tests.gpu.test_engine_cuda import medium_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+MIB = 1 << 20
+ROW = 512
+
+
+@pytest.fixture
+def little_memory():
+    """The process may take 256 MiB of the device beyond what it holds."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 256 * MIB) / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_micro_batch_that_does_not_fit_is_named_with_one_that_does(little_memory):
+    config, model = medium_model("qwen2")
+    settings = {"device": "cuda", "resident_layers": 0, "head_chunk_tokens": 256}
+    hit, control = (oracle.make_engine(model, config, AdamWConfig(lr=1e-3), **settings) for _ in range(2))
+    del model
+    torch.cuda.empty_cache()
+    rows = [row.repeat(ROW // 8) for row in oracle.random_rows([8] * 128)]
+
+    def loss(index, scores):
+        return -scores.log_probs.sum() / 1e4
+
+    with pytest.raises(torch.OutOfMemoryError) as failed:
+        hit.forward_backward(oracle.split_micro_batches(rows, len(rows)), loss)
+    (note,) = failed.value.__notes__
+    print(note)
+    found = re.search(r"at most about (\d+) tokens per micro-batch instead of 65536", note)
+    assert found and torch.cuda.memory_allocated() < 64 * MIB and hit.step_count == 0
+    size = max(1, int(found[1]) // ROW // 2)  # the estimate is an upper bound
+    for engine in (hit, control):
+        engine.forward_backward(oracle.split_micro_batches(rows[: 4 * size], size), loss)
+        engine.optimizer_step()
+        engine.release_device()
+    kept, expected = oracle.masters(hit), oracle.masters(control)
+    assert all(torch.equal(kept[name], expected[name]) for name in expected)
+    hit.close(), control.close()

@@ -1,0 +1,82 @@
+"""Out of device memory: the note says which option and by how much, and the engine goes on as if nothing was."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatrain_verl.config import StreamingConfig
+from megatrain_verl.resources import GIB
+from megatrain_verl.streaming.memory_advice import advice
+from megatrain_verl.streaming.pass_plan import PassPlan
+from tests import oracle
+
+
+@dataclass
+class Qwen7B:
+    """Shapes of Qwen2.5-7B."""
+
+    layer_sizes = (233_057_792,) * 28
+    edge_sizes = (544_997_376, 545_000_960)
+    trained_layer_sizes, trained_edge_sizes = layer_sizes, edge_sizes
+    hidden_size, intermediate_size, vocab_size = 3584, 18944, 152_064
+
+
+def figures(text: str) -> dict[str, float]:
+    """GiB by option."""
+    return {option: float(size) for option, size in re.findall(r"^\s*(\w+).*?: ([\d.]+) GiB less", text, re.M)}
+
+
+def test_advice_names_options_and_amounts():
+    """24 GiB are full at 8 x 2048 tokens in one micro-batch: of its activations about three quarters fit."""
+    plan = PassPlan((1,), layer_slots=6, keep_logit_gradients=True)
+    text = advice(Qwen7B(), StreamingConfig(), [16_384], plan, wanted=int(27 * GIB), limit=int(24 * GIB))
+    assert text.startswith("27.00 GiB of device memory were needed, 24.00 GiB can be had")
+    (tokens,) = map(int, re.findall(r"at most about (\d+) tokens per micro-batch instead of 16384", text))
+    assert 8_192 < tokens < 14_400 and tokens % 64 == 0
+    saved = figures(text)
+    # Four more layer slots, embedding and head over the layers, and the kept logits of the micro-batch.
+    assert saved["resident_layers"] > (4 * 2 * 233_057_792 + 2 * 16_384 * 152_064) / GIB
+    assert saved["device_activation_gb"] == pytest.approx(28 * 16_384 * 3584 * 2 / GIB, abs=0.01)
+    assert saved["head_chunk_tokens"] == pytest.approx(512 * 152_064 * 18 / GIB, abs=0.01)
+
+
+def test_advice_for_a_lean_scoring_pass_names_no_option_of_training():
+    config = StreamingConfig(resident_layers=0)
+    text = advice(Qwen7B(), config, [65_536, 100], None, wanted=int(12 * GIB), limit=int(10 * GIB))
+    assert "tokens per micro-batch instead of 65536" in text
+    assert list(figures(text)) == ["head_chunk_tokens"]
+
+
+@pytest.mark.parametrize("place", ["head", "layer"])
+def test_out_of_memory_keeps_weights_moments_and_count(place, monkeypatch):
+    """The error of the CUDA allocator, raised in the middle of a pass; then the step that fits is as without it."""
+    config = oracle.tiny_config("qwen2", layers=3)
+    model = oracle.plain_model(config)
+    hit, control = (oracle.make_engine(model, config) for _ in range(2))
+    batches = oracle.split_micro_batches(oracle.random_rows([9, 14, 6]), 1)
+
+    def loss(index, scores):
+        return -scores.log_probs.sum()
+
+    def refuse(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    for engine in (hit, control):
+        engine.forward_backward(batches, loss)
+        engine.optimizer_step()
+        engine.zero_grad()
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        if place == "layer":
+            patch.setattr(hit._functions, "layer", refuse)
+        hit.forward_backward(batches, refuse if place == "head" else loss)
+    assert hit._ring is None and hit.step_count == 1  # nothing is held on the device
+    for engine in (hit, control):
+        engine.forward_backward(oracle.split_micro_batches(oracle.random_rows([9, 14, 6]), 3), loss)
+        engine.optimizer_step()
+    kept, expected = oracle.masters(hit), oracle.masters(control)
+    assert all(torch.equal(kept[name], expected[name]) for name in expected)
+    for left, right in zip(hit.state.units, control.state.units, strict=True):
+        assert torch.equal(left.exp_avg, right.exp_avg) and torch.equal(left.exp_avg_sq, right.exp_avg_sq)
+    hit.close(), control.close()
