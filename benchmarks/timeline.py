@@ -15,18 +15,11 @@ from pathlib import Path
 
 import torch
 
-from megatrain_verl.streaming.streams import DeviceStreams, ThreadQueue
+from megatrain_verl.streaming.streams import LANES, DeviceStreams, ThreadQueue
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-ROWS = (
-    "weight stream",
-    "compute stream",
-    "grad stream",
-    "AdamW lane 0",
-    "AdamW lane 1",
-    "AdamW lane 2",
-    "optimizer thread",
-)
+LANE_ROWS = tuple(f"AdamW lane {index}" for index in range(LANES))
+ROWS = ("weight stream", "compute stream", "grad stream", *LANE_ROWS, "optimizer thread")
 CLOCK = "clock of the host"
 
 
@@ -100,20 +93,14 @@ def device_spans(events: list[dict]) -> list[tuple[str, str, float, float]]:
     names = {stream: "compute stream" for stream, _ in kernels.most_common(1)}
     copying = [stream for stream in sorted(sent | received) if stream not in names]
     lanes = [stream for stream in copying if sent[stream] and received[stream]]
-    names |= {stream: f"AdamW lane {number}" for number, stream in enumerate(lanes)}
+    names |= dict(zip(lanes, LANE_ROWS, strict=False))
     for row, copied in (("weight stream", sent), ("grad stream", received)):
         most = max((stream for stream in copying if stream not in names), key=copied.__getitem__, default=None)
         if most is not None and copied[most]:
             names[most] = row
-    return [
-        (
-            names.get(event["args"]["stream"], f"stream {event['args']['stream']}"),
-            event["name"],
-            event["ts"],
-            event["dur"],
-        )
-        for event in ran
-    ]
+    streams = [event["args"]["stream"] for event in ran]
+    rows = [names.get(stream, f"stream {stream}") for stream in streams]
+    return [(row, event["name"], event["ts"], event["dur"]) for row, event in zip(rows, ran, strict=True)]
 
 
 def chrome_trace(spans: list[tuple[str, str, float, float]], zero: float) -> dict[str, object]:

@@ -54,9 +54,12 @@ def test_streams_are_named_by_what_they_carry() -> None:
         event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 7, 8),
         event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 17, 100),
         event("gpu_memset", "Memset (Device)", 20, 4),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 21, 900),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 21, 900),
     ]
     rows = [row for row, *_ in device_spans(events)]
-    assert rows == ["compute stream", "weight stream", "compute stream", "grad stream", "stream 20"]
+    lane = ["AdamW lane 0"] * 2
+    assert rows == ["compute stream", "weight stream", "compute stream", "grad stream", "stream 20", *lane]
 
 
 def test_a_system_that_fails_is_a_row_with_its_error() -> None:
