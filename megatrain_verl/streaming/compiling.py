@@ -7,6 +7,9 @@ from typing import Any
 import torch
 
 logger = logging.getLogger(__name__)
+# With and without gradient, training and scoring, equal and packed rows, fixed and symbolic sizes: a layer has up to 16
+# variants. At torch's own limit of 8 the rest would run uncompiled without a word.
+VARIANTS = 32
 
 
 class MaybeCompiled:
@@ -19,6 +22,8 @@ class MaybeCompiled:
     def __init__(self, function: Callable[..., Any], compiled: bool) -> None:
         self._function = function
         self._compiled = torch.compile(function) if compiled else None
+        if compiled:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
 
     def __call__(self, *arguments: object) -> Any:
         if self._compiled is None:
