@@ -83,7 +83,7 @@ class Bound:
 
 def _device_rates() -> list[float]:
     """Rates in the order of the fields of `Ceilings`."""
-    up, down = (HostBuffer(COPY_BYTES, "copy benchmark", shared=False, register=True) for _ in range(2))
+    up, down = (HostBuffer(COPY_BYTES, "copy benchmark", register=True) for _ in range(2))
     there, back = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     left, right = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -161,8 +161,7 @@ def _adamw_unit(parameters: int) -> UnitState:
     kinds = {"weight": torch.bfloat16, "low": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
     kinds["grad"] = torch.bfloat16
     arenas = {
-        kind: HostBuffer(parameters * dtype.itemsize, kind, shared=False, register=False).view(dtype)
-        for kind, dtype in kinds.items()
+        kind: HostBuffer(parameters * dtype.itemsize, kind, register=False).view(dtype) for kind, dtype in kinds.items()
     }
     unit = UnitState(UnitPlan("benchmark", [span], parameters), **arenas)
     unit.grad.copy_(torch.linspace(-0.01, 0.01, parameters))

@@ -62,8 +62,6 @@ class StreamingConfig:
     # Host memory that may be used, in GiB. None: what the kernel and the cgroup report as available. Set it on
     # virtual machines whose memory grows with use and that therefore report too little.
     host_memory_gb: float | None = None
-    # Allocate the arenas as memfd pages that other processes can map, instead of private huge pages.
-    shared_memory: bool = False
     # Parameters that are not trained: shell-style patterns of their names ("model.embed_tokens.*"). They have no
     # gradient and no AdamW state: 2 bytes of host memory per parameter in bfloat16.
     freeze: list[str] = field(default_factory=list)

@@ -11,6 +11,7 @@ import torch
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.chunked_adamw import chunk_size
 from megatrain_verl.streaming.gradients import SLAB_ELEMENTS
+from megatrain_verl.streaming.group.mailboxes import MAILBOX_BYTES
 from megatrain_verl.streaming.host_adamw import usable_cores
 from megatrain_verl.streaming.host_store import TRAINED, arena_dtypes, arena_elements, units_with_spares
 
@@ -36,15 +37,21 @@ CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_
 class HostPlan:
     """Bytes of host memory by kind.
 
-    Those of `arena_dtypes`, `spare` (speculative AdamW) and `staging` (gradient slabs, AdamW's scratch).
+    Those of `arena_dtypes`, `spare` (speculative AdamW) and `staging` (gradient slabs, AdamW's scratch; with several
+    ranks that of all, and the mailboxes through which gradients go where devices have no access to each other).
     """
 
     bytes_by_kind: dict[str, int]
     parameters: int
 
     @classmethod
-    def of(cls, model: Sizes, config: StreamingConfig, *, trainable: bool, reference: bool) -> "HostPlan":
-        """The memory of an engine on `model`; `reference`: it keeps a reference policy beside the trained weights."""
+    def of(
+        cls, model: Sizes, config: StreamingConfig, *, trainable: bool, reference: bool, ranks: int = 1
+    ) -> "HostPlan":
+        """The memory of an engine on `model`; `reference`: it keeps a reference policy beside the trained weights.
+
+        `ranks` are the processes that share the arenas.
+        """
         dtypes = arena_dtypes(config, trainable=trainable, reference=reference)
         units = list(zip(model.unit_sizes, model.trained_sizes, strict=True))
         sizes = {
@@ -60,6 +67,8 @@ class HostPlan:
             if dtypes["grad"] is torch.float32:  # only then can gradients be added on the host, through slabs
                 slab = 4 * min(SLAB_ELEMENTS, max(model.trained_sizes))
                 sizes["staging"] += config.num_grad_slabs * slab
+            if ranks > 1:
+                sizes["staging"] = ranks * (sizes["staging"] + MAILBOX_BYTES)
         return cls(sizes, model.num_parameters)
 
     @property

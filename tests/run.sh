@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-LIMIT=3000 SELECTED=(-m "not slow") LOG=/dev/null
+LIMIT=3000 SELECTED=(-m "not slow") PROCESSES=(-n 2 --dist loadgroup) LOG=/dev/null
 if [ "${1:-}" = --full ]; then
     shift
     LIMIT=10800 SELECTED=(--durations=15) LOG=$(mktemp)
@@ -14,9 +14,9 @@ fi
 bash examples/install.sh
 # shellcheck source=/dev/null
 . .venv/bin/activate
-if nvidia-smi --list-gpus >/dev/null 2>&1; then HARDWARE=gpu; else HARDWARE=cpu; fi
+if nvidia-smi --list-gpus >/dev/null 2>&1; then HARDWARE=gpu PROCESSES=(); else HARDWARE=cpu; fi
 . examples/environment.sh "$HARDWARE"
 
 ruff check .
 ruff format --check .
-python examples/bounded_run.py "$LIMIT" python -m pytest "${SELECTED[@]}" "$@" | tee "$LOG"
+python examples/bounded_run.py "$LIMIT" python -m pytest "${PROCESSES[@]}" "${SELECTED[@]}" "$@" | tee "$LOG"

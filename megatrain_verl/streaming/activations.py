@@ -53,7 +53,7 @@ class SpillArea:
         if nbytes > held:
             self._check(nbytes - held)
             self.close()
-            self._buffer = HostBuffer(nbytes, "spilled activations", shared=False, register=self._register)
+            self._buffer = HostBuffer(nbytes, "spilled activations", register=self._register)
         return self._buffer.tensor[:nbytes]
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def save_state(
 def load_state(
     folder: str | Path, plan: ModelPlan, state: ParameterState, contents: Collection[str] = tuple(CONTENTS)
 ) -> dict[str, object]:
-    """Fill the arenas of `state` from what `save_state` wrote and return its `meta`.
+    """Fill the arenas of `state` from what `save_state` wrote and return its `meta` (see `read_meta`).
 
     The master weights may have been saved in the other form (float32 or two halves): the change is exact. Every
     unit's reference is kept before its weights change.
@@ -97,6 +97,15 @@ def load_state(
                 for kind in _kinds(["optimizer"], unit):
                     getattr(unit, kind).copy_(file.get_tensor(kind))
     return saved["meta"]
+
+
+def read_meta(folder: str | Path) -> dict[str, object]:
+    """The `meta` that `save_state` wrote.
+
+    Raises:
+        ValueError: not a checkpoint.
+    """
+    return _read_state_file(Path(folder))["meta"]
 
 
 def export_pretrained(

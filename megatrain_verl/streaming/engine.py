@@ -29,6 +29,7 @@ from megatrain_verl.streaming.device_adamw import make_share
 from megatrain_verl.streaming.device_batch import to_device
 from megatrain_verl.streaming.device_ring import DeviceRing, TransferCounters
 from megatrain_verl.streaming.gradients import GradientPath
+from megatrain_verl.streaming.group.group import ALONE, Group
 from megatrain_verl.streaming.host_adamw import HostAdamW
 from megatrain_verl.streaming.host_store import DTYPES, ParameterState, UnitState
 from megatrain_verl.streaming.layer_arguments import DecoderSkeleton
@@ -50,6 +51,7 @@ class StreamingEngine:
         device: "cuda" or "cpu".
         keep_reference: keep the weights as first loaded for `reference_weights`.
         streams: the queues of work; the device's own by default.
+        group: the ranks that share the arenas, of which this process is one; by default it is alone. `close` leaves it.
 
     Raises:
         ValueError: an unsupported model or option, or too little host memory; before anything is allocated.
@@ -64,21 +66,23 @@ class StreamingEngine:
         device: str,
         keep_reference: bool = False,
         streams: Streams | None = None,
+        group: Group = ALONE,
     ) -> None:
         check_available(config.attn_implementation, config.dtype, device)
         self.config, self.model_config, self.device = config, model_config, device
+        self.group = group
         self.plan = plan_model(model_config, config.freeze)
         check_layers(config.attn_implementation, self.plan.structures)
         trainable = optimizer is not None
-        self.host_plan = HostPlan.of(self.plan, config, trainable=trainable, reference=keep_reference)
+        self.host_plan = HostPlan.of(self.plan, config, trainable=trainable, reference=keep_reference, ranks=group.size)
         check_host_memory(self.host_plan, config)
         if trainable:
-            adamw = HostAdamW(config.optimizer_backend, config.cpu_threads)
+            adamw = HostAdamW(config.optimizer_backend, config.cpu_threads or group.cores())
 
         self.state = ParameterState.allocate(
-            self.plan, config, trainable=trainable, reference=keep_reference, register=device == "cuda"
+            self.plan, config, trainable=trainable, reference=keep_reference, register=device == "cuda", group=group
         )
-        self.streams = streams or DeviceStreams(device)
+        self.streams = streams or DeviceStreams(device, group.wait_for)
         self.counters = TransferCounters()
         self._ring: DeviceRing | None = None
         # Embedding and head may lie over the layers where they are used in turn; a tied matrix is used throughout.
@@ -94,8 +98,8 @@ class StreamingEngine:
         if trainable:
             self.adamw_backend = adamw.backend  # the host kernel in use: native, deepspeed or torch
             share = make_share(config.device_adamw, adamw, self.streams, device)
-            self._updates = UnitUpdates(optimizer, adamw, share, self.streams)
-            self._gradients = GradientPath(self.plan, self.state, self.streams, self.counters, config.num_grad_slabs)
+            self._updates = UnitUpdates(optimizer, adamw, share, self.streams, group)
+            self._gradients = GradientPath(self.plan, self.state, self.streams, self.counters, config, group, device)
             self._spill_area = SpillArea(partial(check_spill, config, self.host_plan), register=device == "cuda")
 
     # ------------------------------------------------------------------------------------------------- a step
@@ -156,6 +160,7 @@ class StreamingEngine:
                 runs.append(run)
                 if last or inputs.spilled_bytes:  # the next wave spills to the same host memory
                     self.streams.host_wait(self.streams.compute.record(), "outputs computed")
+            self._gradients.end_call()
             self.planner.saved_bytes_per_token = run.saved_bytes_per_token()
             self._calls += 1
         return [output for run in runs for output in run.outputs]
@@ -233,7 +238,8 @@ class StreamingEngine:
         # The same formula as torch.nn.utils.clip_grad_norm_.
         grad_scale = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
         self.step_count += 1
-        self._updates.start(self.state.units, lr, grad_scale, self.step_count)
+        self._updates.start(self.state.parts, lr, grad_scale, self.step_count)
+        self.state.updates_started()
         self._weights_changed()
         return norm
 
@@ -257,7 +263,10 @@ class StreamingEngine:
         for unit in self.state.units:
             self._wait_updated(unit, "new weights")
         self._weights_changed()
-        weight_files.load_into(self.state, self.plan, source)
+        with self.group.by_first("the weights") as mine:
+            if mine:
+                weight_files.load_into(self.state, self.plan, source)
+                self.state.keep_frozen_reference()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, weight in the compute dtype) in forward order; views of the host arenas, tied once.
@@ -291,7 +300,10 @@ class StreamingEngine:
     def save(self, folder: str | Path, meta: dict[str, object] | None = None) -> None:
         """Write masters, moments and step count to `folder`, unit by unit, bit for bit."""
         state = {"step_count": self.step_count, **(meta or {})}
-        checkpoint.save_state(folder, self.plan, self.state, state, partial(self._wait_updated, purpose="saving"))
+        with self.group.by_first("the checkpoint") as mine:
+            if mine:
+                wait = partial(self._wait_updated, purpose="saving")
+                checkpoint.save_state(folder, self.plan, self.state, state, wait)
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Restore what `save` wrote and return its `meta`; the reference stays what it was before.
@@ -304,7 +316,11 @@ class StreamingEngine:
         for unit in self.state.units:
             self._wait_updated(unit, "loading")
         self._weights_changed()
-        meta = checkpoint.load_state(folder, self.plan, self.state)
+        with self.group.by_first("the checkpoint") as mine:
+            if mine:
+                checkpoint.load_state(folder, self.plan, self.state)
+        self.state.reference_is_kept()
+        meta = checkpoint.read_meta(folder)
         self.step_count = int(meta["step_count"])
         self.zero_grad()
         return meta
@@ -352,6 +368,7 @@ class StreamingEngine:
                 self._updates.close()
                 self._spill_area.close()
             self.state.close()
+            self.group.close()
 
     def _free_device(self, *, updates: bool = True) -> None:
         self._ring = self._token_head = self._skeleton = None
@@ -371,6 +388,7 @@ class StreamingEngine:
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
                 memory_advice.explain(error, self.plan, self.config, micro_batches, plan, self.planner)
+            self.group.fail(error)
             self.streams.abandon()
             if self._adamw_config is not None:
                 self.zero_grad()

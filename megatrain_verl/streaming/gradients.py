@@ -5,6 +5,8 @@ taken on the device and the gradient goes to its host arena. With `resident` eve
 in which the waves of a call add up, and only the last wave sends them. If the arena already holds the gradient of an
 earlier wave or call, the new one goes through a pool of pinned slabs instead, a host thread adds each slab to the
 arena, and the norm is taken on the host after the last addition.
+
+In a group of several ranks a unit's gradient is first summed over them, and each rank sends its own part of the sum.
 """
 
 import math
@@ -15,7 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.device_ring import TransferCounters
+from megatrain_verl.streaming.group.exchange import GradientExchange
+from megatrain_verl.streaming.group.group import Group
 from megatrain_verl.streaming.host_memory import HostBuffer
 from megatrain_verl.streaming.host_store import ParameterState, UnitState
 from megatrain_verl.streaming.model_plan import ModelPlan
@@ -65,10 +70,19 @@ class GradientPath:
     """
 
     def __init__(
-        self, plan: ModelPlan, state: ParameterState, streams: Streams, counters: TransferCounters, num_slabs: int
+        self,
+        plan: ModelPlan,
+        state: ParameterState,
+        streams: Streams,
+        counters: TransferCounters,
+        config: StreamingConfig,
+        group: Group,
+        device: str,
     ) -> None:
         self._plan, self._state, self._streams, self._counters = plan, state, streams, counters
-        self._num_slabs = num_slabs
+        self._num_slabs, self._group = config.num_grad_slabs, group
+        self._exchange = GradientExchange(group, streams.grad, device) if group.size > 1 else None
+        self._waves_sent = 0  # of this call
         self._position = {unit.plan.name: position for position, unit in enumerate(state.units)}
         self._slabs: list[Slab] = []
         self._slab_uses = 0
@@ -168,15 +182,20 @@ class GradientPath:
         if accumulator is None or not self._sends:
             return
         gradient = accumulator.buffer[: unit.plan.trained]
-        square = self._squares[self._position[unit.plan.name]]
-        self._streams.compute.run(lambda: square.copy_(_sum_of_squares(gradient)))
+        position = self._position[unit.plan.name]
+        square, arena = self._squares[position], self._state.parts[position].grad
+        if self._exchange is None:
+            self._streams.compute.run(lambda: square.copy_(_sum_of_squares(gradient)))
         self._streams.grad.wait(self._streams.compute.record(), f"{accumulator.name} complete")
+        if self._exchange is not None:
+            gradient = self._exchange.reduce(gradient)
+            self._streams.grad.run(lambda: square.copy_(_sum_of_squares(gradient)))
         if self.pending:
-            self._send_through_slabs(gradient, unit.grad)
+            self._send_through_slabs(gradient, arena)
         else:
-            self._streams.grad.run(partial(_send, gradient, unit.grad, self._staging))
+            self._streams.grad.run(partial(_send, gradient, arena, self._staging))
         accumulator.free = self._streams.grad.record()
-        self._counters.d2h_bytes += unit.grad.nbytes
+        self._counters.d2h_bytes += arena.nbytes
         if self._on_landing is not None:
             self._on_landing(unit, accumulator.free)
 
@@ -187,6 +206,17 @@ class GradientPath:
         self._landed = (self._streams.adder if self.pending else self._streams.grad).record()
         self._added_on_host = self.pending
         self.pending = True
+        self._waves_sent += 1
+
+    def end_call(self) -> None:
+        """All waves have ended. If other ranks had more of them, this one adds zeros to theirs."""
+        most = max(sent for (sent,) in self._group.gather([self._waves_sent], "all waves of a step"))
+        while self._waves_sent < most:
+            self.begin_wave(first=True, last=True)
+            for unit in reversed(self._state.units):
+                self.finish(unit, self.begin(unit))
+            self.end_wave()
+        self._waves_sent = 0
 
     def _accumulator(self, unit: UnitState) -> Accumulator:
         if self._resident:
@@ -208,16 +238,20 @@ class GradientPath:
             self._landed = None
 
     def norm(self) -> float:
-        """Global L2 norm of the gradients on the host, after `wait_landed`."""
+        """Global L2 norm of the gradients on the host, after `wait_landed`; the same bits in every rank."""
         if not self._added_on_host:
-            return math.sqrt(self._squares.sum().item())
-        return math.sqrt(sum(_sum_of_squares(unit.grad).item() for unit in self._state.units if unit.grad is not None))
+            squares = self._squares.sum().item()
+        else:
+            squares = sum(_sum_of_squares(part.grad).item() for part in self._state.parts if part.grad is not None)
+        return math.sqrt(sum(value for (value,) in self._group.gather([squares], "the gradient norm")))
 
     def close(self) -> None:
         """Release the slabs."""
         for slab in self._slabs:
             slab.host.close()
         self._slabs = []
+        if self._exchange is not None:
+            self._exchange.close()
 
     def _send_through_slabs(self, gradient: Tensor, arena: Tensor) -> None:
         grad, adder = self._streams.grad, self._streams.adder
@@ -238,7 +272,7 @@ class GradientPath:
         size = 4 * min(SLAB_ELEMENTS, max(unit.plan.trained for unit in self._state.units))
         for index in range(self._num_slabs):
             name = f"gradient slab {index}"
-            self._slabs.append(Slab(name, HostBuffer(size, name, shared=False, register=self._register)))
+            self._slabs.append(Slab(name, HostBuffer(size, name, register=self._register)))
         return self._slabs
 
 

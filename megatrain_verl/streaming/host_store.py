@@ -1,13 +1,14 @@
 """Parameters, gradients and Adam state of the whole model in host memory: flat arenas, one per unit and kind."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from megatrain_verl.config import StreamingConfig
-from megatrain_verl.streaming.host_memory import HostBuffer
+from megatrain_verl.streaming.group.group import ALONE, Group, part_of
+from megatrain_verl.streaming.host_memory import HostBuffer, padded
 from megatrain_verl.streaming.master_weights import join_master, split_master
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.model_units import ParameterSpan, UnitPlan
@@ -92,6 +93,12 @@ class UnitState:
             setattr(self, kind, other)
             setattr(self.spare, kind, mine)
 
+    def part(self, start: int, end: int) -> "UnitState":
+        """Elements [start, end) as a unit of its own, in the same memory."""
+        arenas = {name: getattr(self, name) for name in (*TRAINED, "grad", "reference")}
+        cut = {name: arena[start:end] for name, arena in arenas.items() if arena is not None}
+        return UnitState(part_of_plan(self.plan, start, end), **cut)
+
     def view(self, arena: Tensor, span: ParameterSpan) -> Tensor:
         """The part of `arena` that belongs to one parameter, in the parameter's shape."""
         return arena[span.offset : span.offset + span.numel].view(span.shape)
@@ -132,18 +139,40 @@ class UnitState:
         return self.weight
 
 
+def part_of_plan(plan: UnitPlan, start: int, end: int) -> UnitPlan:
+    """The plan of elements [start, end) of a unit: what is left of a vector is a vector, of a matrix one row."""
+    spans = []
+    for span in plan.spans:
+        first, last = max(span.offset, start), min(span.offset + span.numel, end)
+        if first < last:
+            shape = torch.Size([*(1 for _ in span.shape[1:]), last - first])
+            spans.append(replace(span, shape=shape, offset=first - start))
+    return replace(plan, spans=spans, numel=end - start)
+
+
 @dataclass
 class ParameterState:
-    """All arenas of a model. `units` is in forward order, the order in which everything walks them."""
+    """All arenas of a model. `units` is in forward order, the order in which everything walks them.
+
+    `parts` is what this rank updates of each unit: the units themselves where it is alone.
+    """
 
     units: list[UnitState] = field(default_factory=list)
+    parts: list[UnitState] = field(default_factory=list)
     _buffers: list[HostBuffer] = field(default_factory=list)
 
     @classmethod
     def allocate(
-        cls, plan: ModelPlan, config: StreamingConfig, *, trainable: bool, reference: bool, register: bool
+        cls,
+        plan: ModelPlan,
+        config: StreamingConfig,
+        *,
+        trainable: bool,
+        reference: bool,
+        register: bool,
+        group: Group = ALONE,
     ) -> "ParameterState":
-        """Zeroed arenas for every unit of `plan`; page-locked for CUDA if `register`.
+        """Zeroed arenas for every unit of `plan`, the same in all of `group`; page-locked for CUDA if `register`.
 
         Raises:
             MemoryError: see `HostBuffer`; what was allocated before is released.
@@ -151,21 +180,30 @@ class ParameterState:
         state = cls()
         kinds = arena_dtypes(config, trainable=trainable, reference=reference)
 
+        def nbytes(unit: UnitPlan, kind: str) -> int:
+            return arena_elements(kind, unit.numel, unit.trained) * kinds[kind].itemsize
+
+        group.share_arenas(sum(padded(nbytes(unit, kind)) for unit in plan.units for kind in kinds))
+
         def arenas(unit: UnitPlan, kinds: dict[str, torch.dtype], suffix: str = "") -> UnitState:
             views = {}
             for kind, dtype in kinds.items():
-                size = arena_elements(kind, unit.numel, unit.trained) * dtype.itemsize
-                if size == 0:
+                if nbytes(unit, kind) == 0:
                     continue
                 label = f"{unit.name}.{kind}{suffix}"
-                buffer = HostBuffer(size, label, shared=config.shared_memory, register=register)
+                buffer = HostBuffer(nbytes(unit, kind), label, register=register, shared=group.arenas)
                 state._buffers.append(buffer)
                 views[kind] = buffer.view(dtype)
             return UnitState(unit, **views)
 
         try:
-            state.units = [arenas(unit, kinds) for unit in plan.units]
+            state.units = state.parts = [arenas(unit, kinds) for unit in plan.units]
+            if group.size > 1:
+                group.gather([], "the memory of all arenas")
+                state.parts = [unit.part(*part_of(unit.plan.trained, group.rank, group.size)) for unit in state.units]
             spared = units_with_spares(plan.unit_sizes, plan.trained_sizes, config) if trainable else []
+            if spared and group.size > 1:
+                raise ValueError("speculative_adamw_gb works with one process only; set it to 0 for several GPUs")
             written = {kind: dtype for kind, dtype in kinds.items() if kind in TRAINED}
             for index in spared:
                 state.units[index].spare = arenas(plan.units[index], written, ".spare")
@@ -193,6 +231,23 @@ class ParameterState:
             for span in unit.plan.spans:
                 yield unit, span
 
+    def keep_frozen_reference(self) -> None:
+        """Copy to the reference arenas what is never updated, and hence in no rank's part."""
+        for unit in self.units:
+            if unit.reference is not None:
+                unit.reference[unit.plan.trained :].copy_(unit.weight[unit.plan.trained :])
+
+    def updates_started(self) -> None:
+        """Each rank copies the reference of its part before it writes there; who waits for all of them has it all."""
+        if self.parts is not self.units:
+            for unit in self.units:
+                unit.reference_filled = unit.reference is not None
+
+    def reference_is_kept(self) -> None:
+        """The reference arenas hold the weights of the start."""
+        for unit in (*self.units, *self.parts):
+            unit.reference_filled = unit.reference is not None
+
     @property
     def grad_dtype(self) -> torch.dtype:
         """Type of the gradient arenas."""
@@ -205,7 +260,7 @@ class ParameterState:
 
     def close(self) -> None:
         """Release all arenas."""
-        self.units = []
+        self.units = self.parts = []
         for buffer in self._buffers:
             buffer.close()
         self._buffers = []

@@ -9,6 +9,7 @@ from functools import partial
 
 from megatrain_verl.config import AdamWConfig
 from megatrain_verl.streaming.device_adamw import DeviceShare
+from megatrain_verl.streaming.group.group import Group
 from megatrain_verl.streaming.host_adamw import HostAdamW
 from megatrain_verl.streaming.host_store import UnitState
 from megatrain_verl.streaming.optimizer_step import AdamWStep
@@ -24,10 +25,16 @@ class UnitUpdates:
         adamw: the host's kernel.
         share: the device's part of each update; None leaves everything to the host.
         streams: the `optimizer` queue runs the updates.
+        group: each of its ranks updates its own parts of the units, in the same order.
     """
 
-    def __init__(self, settings: AdamWConfig, adamw: HostAdamW, share: DeviceShare | None, streams: Streams) -> None:
+    def __init__(
+        self, settings: AdamWConfig, adamw: HostAdamW, share: DeviceShare | None, streams: Streams, group: Group
+    ) -> None:
         self._settings, self._adamw, self._share, self._streams = settings, adamw, share, streams
+        self._group = group
+        self._numbers: dict[str, int] = {}  # unit -> number of its last update, of all units' since the start
+        self._started = 0
         self._updated: dict[str, Event] = {}  # unit -> mark behind the host's part of its last update
         self._speculation = Speculation()
 
@@ -52,7 +59,7 @@ class UnitUpdates:
             self._start(unit, partial(update, unit, step), step)
 
     def wait(self, unit: UnitState, purpose: str) -> None:
-        """Block until `unit` is updated.
+        """Block until `unit` is updated, by every rank.
 
         Raises:
             RuntimeError: an update failed; names the unit.
@@ -64,6 +71,7 @@ class UnitUpdates:
         if self._share is not None:
             for event in self._share.pending(unit):
                 self._streams.host_wait(event, f"weights updated on the device before {purpose}")
+        self._group.wait_updated(self._numbers[unit.plan.name], reason)
 
     def release_device(self) -> None:
         """Free what the updates use on the device. If the device takes part, waits for all that have been started."""
@@ -83,7 +91,9 @@ class UnitUpdates:
         self._adamw.close()
 
     def _start(self, unit: UnitState, update: Callable[[], None], step: AdamWStep) -> None:
-        self._streams.optimizer.run(partial(_named_update, unit, update, step))
+        self._streams.optimizer.run(partial(self._named_update, unit, update, step))
+        self._started += 1
+        self._numbers[unit.plan.name] = self._started
         self._updated[unit.plan.name] = self._streams.optimizer.record()
 
     def _step(self, lr: float | None, grad_scale: float, number: int) -> AdamWStep:
@@ -98,9 +108,17 @@ class UnitUpdates:
             decay_norms_and_biases=settings.decay_norms_and_biases,
         )
 
+    def _named_update(self, unit: UnitState, update: Callable[[], None], step: AdamWStep) -> None:
+        try:
+            update()
+            self._tell(unit)
+        except Exception as error:
+            self._group.fail(error)
+            raise RuntimeError(f"AdamW of {unit.plan.name} failed in step {step.step}: {error}") from error
 
-def _named_update(unit: UnitState, update: Callable[[], None], step: AdamWStep) -> None:
-    try:
-        update()
-    except Exception as error:
-        raise RuntimeError(f"AdamW of {unit.plan.name} failed in step {step.step}: {error}") from error
+    def _tell(self, unit: UnitState) -> None:
+        """The other ranks may use this rank's part of `unit`."""
+        if self._group.size > 1:
+            for event in self._share.pending(unit) if self._share is not None else []:
+                event.synchronize()
+            self._group.updated()

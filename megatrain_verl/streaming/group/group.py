@@ -1,0 +1,288 @@
+"""Who trains together: ranks that meet, wait for each other within limits, and learn of each other's failures."""
+
+import os
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from megatrain_verl.streaming.group.control import ControlPage, Counter
+from megatrain_verl.streaming.group.liveness import Liveness
+from megatrain_verl.streaming.host_memory import SharedFile
+from megatrain_verl.streaming.streams import Event
+
+PATIENCE = 20.0  # seconds that a rank may stand still while others wait for it
+LONGEST_WAIT = 3600.0  # seconds for a rank that works but does not come
+HELLO = struct.Struct("<qq")  # rank, size
+ALIGNMENT = 128  # elements: parts of different ranks share no cache line in any arena
+
+
+class RankFailed(RuntimeError):
+    """Another rank of the group has died, stands still or had an error; the message names it."""
+
+
+def part_of(numel: int, rank: int, size: int) -> tuple[int, int]:
+    """[start, end) of the elements of a unit that belong to `rank`; every element belongs to one rank."""
+    share = -(-numel // (size * ALIGNMENT)) * ALIGNMENT
+    return min(rank * share, numel), min((rank + 1) * share, numel)
+
+
+class Group:
+    """One process that has the arenas for itself; `HostGroup` is several.
+
+    `arenas` is None: memory is private.
+    """
+
+    rank, size = 0, 1
+    arenas: SharedFile | None = None
+
+    def share_arenas(self, nbytes: int) -> None:
+        """Map the memory from which the arenas are taken, `nbytes` at most. Every rank calls it."""
+
+    def gather(self, values: list[float], purpose: str) -> list[list[float]]:
+        """The values that every rank gives, in rank order. Every rank calls it, for the same purpose."""
+        return [values]
+
+    def wait_for(self, event: Event, purpose: str) -> None:
+        """Block until `event`, or until another rank fails."""
+        event.synchronize()
+
+    def updated(self) -> None:
+        """This rank's part of one more unit is updated."""
+
+    def wait_updated(self, count: int, purpose: str) -> None:
+        """Block until every rank has updated its part of `count` units since the start."""
+
+    def long_work(self) -> AbstractContextManager[None]:
+        """Inside, this rank may stand still for long."""
+        return nullcontext()
+
+    @contextmanager
+    def by_first(self, purpose: str) -> Iterator[bool]:
+        """Rank 0 does what is inside, where it gets True, for all; the others wait for it at the end."""
+        yield True
+
+    def cores(self) -> int:
+        """How many cores this rank may use for itself."""
+        return len(os.sched_getaffinity(0))
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on: the others raise."""
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+ALONE = Group()
+
+
+class HostGroup(Group):
+    """Several processes of one host.
+
+    Args:
+        name: the same in all ranks of this group and in no other group of this host.
+        rank, size: of this process; rank 0 is the first.
+        timeout: seconds within which all must have come.
+        patience: see `PATIENCE`.
+
+    Raises:
+        RankFailed: not all came; names who is missing.
+        ValueError: they do not agree on the size.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, timeout: float = 300.0, patience: float = PATIENCE) -> None:
+        self.rank, self.size, self._patience = rank, size, patience
+        deadline = time.monotonic() + timeout
+        # An abstract name: it is in no file system, and goes with the socket.
+        address = f"\0megatrain_verl.{os.getuid()}.{name}"
+        meet = _invite if rank == 0 else _accept_invitation
+        self._files, sockets = meet(address, rank, size, deadline)
+        self.control = ControlPage(self._files[0], rank, size)
+        self.control.set(Counter.PID, os.getpid())
+        self._liveness = Liveness(self.control, sockets, patience, rank, size)
+        self._others = [other for other in range(size) if other != rank]
+        self._gathers = self._updates = 0
+        self.gather([], "the start")
+
+    # ------------------------------------------------------------------------------------------------- memory
+
+    def share_arenas(self, nbytes: int) -> None:
+        sizes = self.gather([nbytes], "the sizes of the arenas")
+        if any(other != [nbytes] for other in sizes):
+            raise ValueError(f"the ranks have different models or options: their arenas have {sizes} bytes")
+        self.arenas = SharedFile(self._files[1], nbytes, self.rank, self.size)
+        self.gather([], "the arenas' memory")
+
+    def shared_mailboxes(self, nbytes: int) -> SharedFile:
+        """Memory of the host for the mailboxes of all ranks. Every rank calls it."""
+        return SharedFile(self._files[2], nbytes, self.rank, self.size)
+
+    # -------------------------------------------------------------------------------------------------- waits
+
+    def gather(self, values: list[float], purpose: str) -> list[list[float]]:
+        self._gathers += 1
+        number = self._gathers
+        self.control.put_values(number, values)
+        self.control.set(Counter.ARRIVED, number)
+
+        def missing() -> list[int]:
+            arrived = self.control.of_all(Counter.ARRIVED)
+            return [rank for rank in self._others if arrived[rank] < number]
+
+        self.wait(lambda: not missing(), missing, purpose)
+        return self.control.values(number, len(values))
+
+    def wait_for(self, event: Event, purpose: str) -> None:
+        self.wait(event.query, self._behind, purpose)
+        event.synchronize()  # raises what the queue's work raised
+
+    def wait_counts(self, counter: Counter, least: int, purpose: str) -> None:
+        """Block until the count of every rank is at least `least`."""
+
+        def missing() -> list[int]:
+            counts = self.control.of_all(counter)
+            return [rank for rank in self._others if counts[rank] < least]
+
+        self.wait(lambda: not missing(), missing, purpose)
+
+    def updated(self) -> None:
+        self.control.add(Counter.UPDATED)
+
+    def wait_updated(self, count: int, purpose: str) -> None:
+        # Another thread of the other ranks updates: their training thread may well stand still meanwhile.
+        self.wait(lambda: min(self.control.of_all(Counter.UPDATED)) >= count, list, purpose)
+
+    def wait(self, done: Callable[[], bool], late: Callable[[], list[int]], purpose: str) -> None:
+        """Block until `done`; `late` are the ranks that this one waits for.
+
+        Raises:
+            RankFailed: a rank has died or had an error, or a late one stands still.
+        """
+        start, pause = time.monotonic(), 20e-6
+        with self.long_work():
+            while not done():
+                self.check()
+                waited = time.monotonic() - start
+                if waited > self._patience:
+                    self._judge(late(), waited, purpose)
+                time.sleep(pause)
+                pause = min(2 * pause, 1e-3)
+        self.check()
+
+    @contextmanager
+    def long_work(self) -> Iterator[None]:
+        """Inside, this rank may stand still for longer than `PATIENCE`: it waits for others, or for a file."""
+        self._liveness.trains_here()
+        before, self._liveness.excused = self._liveness.excused, True
+        try:
+            yield
+        finally:
+            self._liveness.excused = before
+
+    @contextmanager
+    def by_first(self, purpose: str) -> Iterator[bool]:
+        with self.long_work():
+            try:
+                yield self.rank == 0
+            except BaseException as error:
+                self.fail(error)
+                raise
+            self.gather([], purpose)
+
+    def cores(self) -> int:
+        mine = os.sched_getaffinity(0)
+        masks = self.gather([float(zlib.crc32(str(sorted(mine)).encode()))], "their processors")
+        return max(1, len(mine) // masks.count(masks[self.rank]))
+
+    def check(self) -> None:
+        """Raise if a rank has failed."""
+        failure = self.control.failure()
+        if failure is not None:
+            raise RankFailed(failure)
+
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, RankFailed):  # whoever found that has told it
+            self.control.fail(self.rank, f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Leave. The others may go on as long as they wait for nothing of this rank."""
+        self._liveness.close()
+        for file in self._files:
+            os.close(file)
+
+    def _behind(self) -> list[int]:
+        sent = self.control.of_all(Counter.SENT)
+        return [rank for rank in self._others if sent[rank] < sent[self.rank]]
+
+    def _judge(self, late: list[int], waited: float, purpose: str) -> None:
+        for rank in late:
+            idle = self._liveness.idle_seconds(rank)
+            if self.control.get(Counter.LEFT, rank):
+                self.control.fail(rank, f"it has ended, and rank {self.rank} waits for {purpose}")
+            elif idle > self._patience:
+                self.control.fail(rank, f"it stands still for {idle:.0f} s, and rank {self.rank} waits for {purpose}")
+            elif waited > LONGEST_WAIT:
+                self.control.fail(rank, f"rank {self.rank} has waited {waited:.0f} s for {purpose}")
+        self.check()
+
+
+Meeting = tuple[list[int], dict[int, socket.socket]]  # files of control page, arenas and mailboxes; sockets by rank
+
+
+def _invite(address: str, rank: int, size: int, deadline: float) -> Meeting:
+    """What rank 0 does: make the files, and give them to every other rank."""
+    files = [os.memfd_create(f"megatrain_verl {kind}", os.MFD_CLOEXEC) for kind in ("control", "arenas", "mailboxes")]
+    sockets: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(size)
+        while len(sockets) < size - 1:
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                connection = listener.accept()[0]
+            except TimeoutError as error:
+                missing = [other for other in range(1, size) if other not in sockets]
+                raise RankFailed(f"ranks {missing} of {size} have not come in time") from error
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            if not _is_ours(connection):
+                connection.close()
+                continue
+            other, other_size = HELLO.unpack(connection.recv(HELLO.size))
+            if other_size != size or other in sockets:
+                raise ValueError(f"rank {other} of {other_size} came to a group of {size} with {sorted(sockets)}")
+            sockets[other] = connection
+        ControlPage(files[0], rank, size)  # has its size before anybody maps it
+        for connection in sockets.values():
+            socket.send_fds(connection, [b"."], files)
+    return files, sockets
+
+
+def _accept_invitation(address: str, rank: int, size: int, deadline: float) -> Meeting:
+    """What the other ranks do."""
+    connection = socket.socket(socket.AF_UNIX)
+    while True:
+        try:
+            connection.connect(address)
+            break
+        except ConnectionRefusedError as error:
+            if time.monotonic() > deadline:
+                raise RankFailed(f"rank 0 of {size} has not come in time") from error
+            time.sleep(0.02)
+    if not _is_ours(connection):
+        raise RankFailed("the socket of rank 0 belongs to another user")
+    connection.sendall(HELLO.pack(rank, size))
+    connection.settimeout(max(0.01, deadline - time.monotonic()))
+    try:
+        _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    except TimeoutError as error:
+        raise RankFailed(f"not all of {size} ranks have come in time") from error
+    if len(files) != 3:
+        raise RankFailed("rank 0 ended while the ranks met")
+    return files, {0: connection}
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] == os.getuid()

@@ -1,0 +1,97 @@
+"""A thread in every rank that shows the others that it lives, and finds out when one of them does not.
+
+A process that ends closes its sockets, which is noticed at once. One that is stopped no longer counts its beats. One
+whose training thread stands still (a deadlock, an endless wait) still beats, but that thread takes no processor time;
+it matters only when others wait for it.
+"""
+
+import select
+import socket
+import threading
+from pathlib import Path
+
+from megatrain_verl.streaming.group.control import ControlPage, Counter
+
+TICK = 0.2  # seconds
+
+
+class Liveness:
+    """Watches the other ranks.
+
+    Args:
+        control: the group's page.
+        sockets: by rank; rank 0 has one to every other rank, the others have one to rank 0.
+        patience: seconds without a beat after which a rank counts as stopped.
+        rank, size: this process in the group.
+    """
+
+    def __init__(
+        self, control: ControlPage, sockets: dict[int, socket.socket], patience: float, rank: int, size: int
+    ) -> None:
+        self._control, self._sockets, self._patience, self._rank = control, sockets, patience, rank
+        self._others = [other for other in range(size) if other != rank]
+        # Time in ticks of this thread: pauses of the whole machine do not count.
+        watched = [(counter, other) for counter in (Counter.BEATS, Counter.ACTIVITY) for other in self._others]
+        self._unchanged = {key: [0, 0] for key in watched}  # count when last seen, ticks since it changed
+        self.excused = False  # the training thread may stand still
+        self._training_thread = threading.get_native_id()
+        self._processor_time = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="group liveness", daemon=True)
+        self._thread.start()
+
+    def trains_here(self) -> None:
+        """The calling thread is the one that trains."""
+        self._training_thread = threading.get_native_id()
+
+    def idle_seconds(self, rank: int) -> float:
+        """For how long the training thread of `rank` has done nothing."""
+        return self._unchanged[Counter.ACTIVITY, rank][1] * TICK
+
+    def close(self) -> None:
+        """End the thread and say to the others that this rank leaves."""
+        self._stop.set()
+        self._thread.join()
+        self._control.set(Counter.LEFT, 1)
+        for connection in self._sockets.values():
+            connection.close()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(TICK):
+            self._control.add(Counter.BEATS)
+            if self.excused or self._works():
+                self._control.add(Counter.ACTIVITY)
+            self._compare()
+            if self._control.failure() is not None:
+                self._control.release_device_waits()
+                continue
+            for rank, what in self._dead():
+                self._control.fail(rank, what)
+
+    def _works(self) -> bool:
+        try:
+            stat = Path(f"/proc/self/task/{self._training_thread}/stat").read_text()
+        except FileNotFoundError:  # the thread has ended: whoever trains next says so
+            return False
+        before, self._processor_time = self._processor_time, " ".join(stat.rpartition(")")[2].split()[11:13])
+        return self._processor_time != before
+
+    def _compare(self) -> None:
+        for (counter, rank), state in self._unchanged.items():
+            value = self._control.get(counter, rank)
+            state[1] = 0 if value != state[0] else state[1] + 1
+            state[0] = value
+
+    def _dead(self) -> list[tuple[int, str]]:
+        by_socket = {connection: rank for rank, connection in self._sockets.items()}
+        # Nothing is sent on them after the group was formed: readable means closed.
+        closed = [by_socket[connection] for connection in select.select(list(by_socket), [], [], 0)[0]]
+        found = []
+        for rank in self._others:
+            if self._control.get(Counter.LEFT, rank):
+                self._sockets.pop(rank, None)
+            elif rank in closed:
+                found.append((rank, "its process has ended"))
+            elif self._unchanged[Counter.BEATS, rank][1] * TICK > self._patience:
+                found.append((rank, f"its process has not run for {self._patience:.0f} s"))
+        return found

@@ -1,0 +1,132 @@
+"""Memory of each rank into which the other ranks put parts of their gradients: float32, (slots, sender, elements).
+
+On a device, if each can write into the other's memory (NVLink, or PCIe peer access): `DeviceMailboxes`. Else in shared
+memory of the host: `HostMailboxes`.
+"""
+
+import logging
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain_verl.streaming.group import cuda_driver
+from megatrain_verl.streaming.group.group import HostGroup
+from megatrain_verl.streaming.host_memory import HostBuffer, padded
+
+logger = logging.getLogger(__name__)
+SLOTS = 2  # one is filled while the other is read
+MAILBOX_BYTES = 64 << 20  # of one rank
+CHECKED = 1 << 18  # elements
+
+
+def chunk_elements(size: int) -> int:
+    """Elements of one part, for `size` ranks."""
+    return MAILBOX_BYTES // (4 * SLOTS * size) // 128 * 128
+
+
+class Mailboxes(Protocol):
+    """`put` and `get` append to the current stream, or run at once on CPU."""
+
+    def put(self, receiver: int, slot: int, part: Tensor) -> None:
+        """Copy `part` into the mailbox of `receiver`."""
+
+    def get(self, sender: int, slot: int, numel: int) -> Tensor:
+        """What `sender` has put into this rank's mailbox, on the device; may be written to until the slot is free."""
+
+    def close(self) -> None:
+        """Release the memory."""
+
+
+class HostMailboxes:
+    """In shared memory of the host, page-locked for a CUDA device."""
+
+    def __init__(self, group: HostGroup, device: str) -> None:
+        self._rank, self._device = group.rank, device
+        shape = (SLOTS, group.size, chunk_elements(group.size))
+        nbytes = 4 * shape[0] * shape[1] * shape[2]
+        file = group.shared_mailboxes(group.size * padded(nbytes))
+        self._buffers = [
+            HostBuffer(nbytes, f"mailbox of rank {rank}", register=device == "cuda", shared=file)
+            for rank in range(group.size)
+        ]
+        file.close()
+        self._boxes = [buffer.view(torch.float32).view(shape) for buffer in self._buffers]
+
+    def put(self, receiver: int, slot: int, part: Tensor) -> None:
+        self._boxes[receiver][slot, self._rank, : part.numel()].copy_(part, non_blocking=True)
+
+    def get(self, sender: int, slot: int, numel: int) -> Tensor:
+        return self._boxes[self._rank][slot, sender, :numel].to(self._device, non_blocking=True)
+
+    def close(self) -> None:
+        self._boxes = []
+        for buffer in self._buffers:
+            buffer.close()
+
+
+class DeviceMailboxes:
+    """On the devices.
+
+    Raises:
+        CudaDriverError: the devices cannot write into each other's memory; in every rank.
+    """
+
+    def __init__(self, group: HostGroup) -> None:
+        self._group, self._chunk = group, chunk_elements(group.size)
+        numel = SLOTS * group.size * self._chunk
+        self._address = cuda_driver.allocate(4 * numel)
+        self._box = torch.as_tensor(cuda_driver.DeviceArray(self._address, numel), device="cuda")
+        self._box = self._box.view(SLOTS, group.size, self._chunk).zero_()
+        torch.cuda.current_stream().synchronize()
+        self._peers: dict[int, int] = {}
+        problem = self._open()
+        if any(failed for (failed,) in group.gather([float(problem is not None)], "access between the devices")):
+            self.close()
+            raise cuda_driver.CudaDriverError(problem or "another rank has no access")
+
+    def put(self, receiver: int, slot: int, part: Tensor) -> None:
+        target = self._peers[receiver] + 4 * (slot * self._group.size + self._group.rank) * self._chunk
+        cuda_driver.copy(target, part.data_ptr(), part.nbytes, torch.cuda.current_stream())
+
+    def get(self, sender: int, slot: int, numel: int) -> Tensor:
+        return self._box[slot, sender, :numel]
+
+    def close(self) -> None:
+        for address in self._peers.values():
+            cuda_driver.close_shared(address)
+        self._peers.clear()
+        del self._box
+        cuda_driver.free(self._address)
+
+    def _open(self) -> str | None:
+        """Open the mailboxes of the others and try them; what is wrong, or None. On some hosts copies lose data."""
+        group = self._group
+        handles = group.gather([float(byte) for byte in cuda_driver.share(self._address)], "the mailboxes' handles")
+        problem = None
+        try:
+            for rank, handle in enumerate(handles):
+                if rank != group.rank:
+                    self._peers[rank] = cuda_driver.open_shared(bytes(int(byte) for byte in handle))
+            pattern = torch.arange(CHECKED, device="cuda", dtype=torch.float32) + group.rank
+            for rank in self._peers:
+                self.put(rank, 0, pattern)
+            torch.cuda.current_stream().synchronize()
+        except cuda_driver.CudaDriverError as error:
+            problem = str(error)
+        group.gather([], "copies between the devices")
+        for rank in range(group.size) if problem is None else []:
+            expected = torch.arange(CHECKED, device="cuda", dtype=torch.float32) + rank
+            if rank != group.rank and not torch.equal(self.get(rank, 0, CHECKED), expected):
+                problem = f"a copy from the device of rank {rank} to that of rank {group.rank} lost data"
+        return problem
+
+
+def make_mailboxes(group: HostGroup, device: str) -> Mailboxes:
+    """On the devices where that is possible, else in host memory. Every rank calls it."""
+    if device == "cuda":
+        try:
+            return DeviceMailboxes(group)
+        except cuda_driver.CudaDriverError as error:
+            logger.warning("gradients are exchanged through host memory: %s", error)
+    return HostMailboxes(group, device)
