@@ -1,4 +1,4 @@
-"""Runs one system in a process of its own, within a time limit and a limit on the machine's memory."""
+"""Runs one system in processes of its own, one per device, within limits of time and of the machine's memory."""
 
 import json
 import os
@@ -13,6 +13,8 @@ from workload import used_host_bytes
 
 HERE = Path(__file__).parent
 POLL = 0.2  # seconds
+GRACE = 45.0  # seconds in which the other ranks find out that one has failed
+ANY_DEVICE = ""  # the process chooses
 
 
 def run_system(spec: dict, timeout: float, host_memory_limit: float | None) -> dict[str, object]:
@@ -34,47 +36,79 @@ def run_system(spec: dict, timeout: float, host_memory_limit: float | None) -> d
 
 def _attempt(spec: dict, timeout: float, host_memory_limit: float | None) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
-        asked, answered, log = (Path(folder) / name for name in ("spec.json", "result.json", "log"))
-        asked.write_text(json.dumps(spec))
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, str(HERE / "system.py"), str(asked), str(answered)],
+        ranks = [_Rank(spec, rank, Path(folder)) for rank in range(len(spec["devices"]))]
+        try:
+            error = _watch([rank.process for rank in ranks], timeout, host_memory_limit)
+        finally:
+            for rank in ranks:
+                rank.end()
+        if error is None and all(rank.answered.exists() for rank in ranks):
+            return _merge([json.loads(rank.answered.read_text()) for rank in ranks])
+        last = [rank.show_log(spec["system"]) for rank in ranks if not rank.answered.exists()]
+        return {"error": error or "; ".join(last)}
+
+
+class _Rank:
+    """One process of a system and its files."""
+
+    def __init__(self, spec: dict, rank: int, folder: Path) -> None:
+        self.number = rank
+        asked, self.answered, self.log = (folder / f"{name}{rank}" for name in ("spec", "result", "log"))
+        asked.write_text(json.dumps(spec | {"rank": rank, "group": folder.name}))
+        with self.log.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "system.py"), str(asked), str(self.answered)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=_environment(spec["devices"], rank),
                 start_new_session=True,
             )
-        try:
-            error = _watch(process, timeout, host_memory_limit)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if error is None and answered.exists():
-            return json.loads(answered.read_text())
-        tail = log.read_text(errors="replace").strip().splitlines()[-25:]
-        print("\n".join([f"--- end of the output of {spec['system']}", *tail, "---"]), flush=True)
-        last = tail[-1].removeprefix("[rank0]: ") if tail else "no result"  # as torch.distributed prints errors
-        return {"error": error or last}
+
+    def end(self) -> None:
+        """Kill the process and all that it has started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def show_log(self, system: str) -> str:
+        """Print the end of the output; returns its last line."""
+        tail = self.log.read_text(errors="replace").strip().splitlines()[-25:]
+        print("\n".join([f"--- end of the output of {system}, rank {self.number}", *tail, "---"]), flush=True)
+        return tail[-1].removeprefix("[rank0]: ") if tail else "no result"  # as torch.distributed prints errors
 
 
-def _environment() -> dict[str, str]:
+def _merge(ranks: list[dict[str, object]]) -> dict[str, object]:
+    """The first rank's fields; bytes and losses are of all ranks together, the peak that of the fullest device."""
+    merged = dict(ranks[0])
+    for field in ("loss", "host_bytes", "h2d_bytes", "d2h_bytes") if len(ranks) > 1 else ():
+        merged[field] = sum(rank[field] for rank in ranks)
+    for field in ("gpu_peak_bytes", "adamw_alone_s") if len(ranks) > 1 else ():
+        merged[field] = max(rank[field] for rank in ranks)
+    return merged
+
+
+def _environment(devices: list[str], rank: int) -> dict[str, str]:
     """The package's folder on the path, and OpenMP on all cores: torchrun and Ray would set one thread."""
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads}
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(devices))))
+    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads}
+    if devices[rank] != ANY_DEVICE:
+        own["CUDA_VISIBLE_DEVICES"] = devices[rank]
+    return {**os.environ, **own}
 
 
-def _watch(process: subprocess.Popen, timeout: float, host_memory_limit: float | None) -> str | None:
-    """Wait for the process; why it had to be ended or failed, None if it did not."""
+def _watch(processes: list[subprocess.Popen], timeout: float, host_memory_limit: float | None) -> str | None:
+    """Wait for the processes; why they had to be ended or failed, None if they did not."""
     end = time.monotonic() + timeout
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the process is ended with this one
-    while process.poll() is None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the processes are ended with this one
+    failed = False
+    while any(process.poll() is None for process in processes):
         if time.monotonic() > end:
-            return f"no result within {timeout:g} s"
+            return "the other ranks have not ended" if failed else f"no result within {timeout:g} s"
+        if not failed and any(process.poll() for process in processes):
+            failed, end = True, min(end, time.monotonic() + GRACE)
         if host_memory_limit is not None and used_host_bytes() > host_memory_limit:
             return f"host memory: more than {host_memory_limit / 2**30:.0f} GiB in use"
         time.sleep(POLL)
-    if process.returncode < 0:
-        return f"ended by signal {-process.returncode}"
-    return None
+    signals = [-process.returncode for process in processes if process.returncode < 0]
+    return f"ended by signal {signals[0]}" if signals else None

@@ -1,6 +1,9 @@
 """Seconds of a training step, of this engine and of what one would use instead, against the bound of this machine.
 
     python benchmarks/step_time.py --model qwen2.5-7b --rows 32 --seq-len 1024 --peers fsdp2,zero3 --json FILE
+    python benchmarks/step_time.py --model qwen2.5-7b --rows 64 --seq-len 1024 --devices 0,1
+
+The second one measures the engine on the first device, then on all of them with the same rows.
 
 Random weights and tokens, the same for every system: forward, backward, clipping and AdamW, two steps to warm up and
 three measured ones. Each system runs in a process of its own; one that fails becomes a row with its error. The column
@@ -14,7 +17,7 @@ from pathlib import Path
 
 import torch
 from ceilings import Ceilings
-from processes import run_system
+from processes import ANY_DEVICE, run_system
 from report import finish, table
 from workload import Workload
 
@@ -43,6 +46,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--host-memory-gb", type=float, help="GiB of the host that may be in use")
     parser.add_argument("--timeout", type=float, default=540, help="seconds for each system")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--devices",
+        type=lambda text: text.split(","),
+        default=[ANY_DEVICE],
+        help="as in CUDA_VISIBLE_DEVICES: the engine on the first, then on all together (on CPU, as many processes)",
+    )
+    parser.add_argument("--only-group", action="store_true", help="with several devices, leave the first alone out")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path, help="timeline of one step of the engine, for ui.perfetto.dev, and a PNG")
     return parser.parse_args()
@@ -54,24 +64,35 @@ def main() -> None:
     fields = {field.name for field in dataclasses.fields(Workload)}
     workload = Workload(**{name: value for name, value in vars(arguments).items() if name in fields})
     sizes = ModelSizes.of(workload.config)
-    measured = _run("ceilings", workload, arguments)
+    measured = _run("ceilings", workload, arguments, arguments.devices[:1])
     if "error" in measured:
         raise SystemExit(f"the ceilings of this machine could not be measured: {measured['error']}")
     ceilings = Ceilings(**measured)
     print(ceilings, flush=True)
     rows = []
-    for system in ([] if arguments.only_peers else ["megatrain"]) + arguments.peers:
-        measured = _run(system, workload, arguments)
+    systems = [("megatrain", devices) for devices in _device_sets(arguments)]
+    for system, devices in systems + [(peer, arguments.devices[:1]) for peer in arguments.peers]:
+        measured = _run(system, workload, arguments, devices)
         row = measured if "error" in measured else finish(measured, workload, sizes, ceilings)
-        rows.append({"system": system} | row)
+        rows.append({"system": system if len(devices) == 1 else f"{system} x {len(devices)}"} | row)
         print(table(rows[-1:]), flush=True)
     print(table(rows))
+    if len(systems) > 1 and not any("error" in row for row in rows[:2]):
+        print(f"{len(arguments.devices)} devices are {rows[0]['step_s'] / rows[1]['step_s']:.3f} times as fast as one")
     if arguments.json:
         report = {"workload": dataclasses.asdict(workload), "ceilings": ceilings.as_dict(), "rows": rows}
         arguments.json.write_text(json.dumps(report, indent=1))
 
 
-def _run(system: str, workload: Workload, arguments: argparse.Namespace) -> dict[str, object]:
+def _device_sets(arguments: argparse.Namespace) -> list[list[str]]:
+    """The devices of each row of this project's engine."""
+    if arguments.only_peers:
+        return []
+    several = [] if arguments.only_group or len(arguments.devices) == 1 else [arguments.devices[:1]]
+    return [*several, arguments.devices]
+
+
+def _run(system: str, workload: Workload, arguments: argparse.Namespace, devices: list[str]) -> dict[str, object]:
     own = system == "megatrain"
     micro_batch, options = arguments.micro_batch, dict(arguments.engine)
     if own and micro_batch is None:
@@ -83,7 +104,8 @@ def _run(system: str, workload: Workload, arguments: argparse.Namespace) -> dict
         "workload": dataclasses.asdict(workload),
         "micro_batch": micro_batch,
         "options": options,
-        "trace": str(arguments.trace.absolute()) if own and arguments.trace else None,
+        "trace": str(arguments.trace.absolute()) if own and arguments.trace and len(devices) == 1 else None,
+        "devices": devices,
     }
     limit = None if arguments.host_memory_gb is None else arguments.host_memory_gb * 2**30
     return run_system(spec, arguments.timeout, limit)

@@ -8,11 +8,12 @@ import timeline
 import torch
 from peer_loop import HostMemory
 from torch import Tensor
-from workload import ADAMW, CLIP_GRAD, WARM_UP, Clock, Workload, draw_weight
+from workload import ADAMW, CLIP_GRAD, WARM_UP, Clock, Workload, draw_weight, shared_resident_bytes
 
 from megatrain_verl.config import AdamWConfig, StreamingConfig
 from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs
 from megatrain_verl.streaming.engine import StreamingEngine
+from megatrain_verl.streaming.group.group import Group
 from megatrain_verl.streaming.streams import DeviceStreams
 
 
@@ -24,24 +25,27 @@ class StreamingSystem:
 
     Args:
         options: fields of `StreamingConfig`.
+        group: the ranks among which the rows of a step are divided.
     """
 
-    def __init__(self, workload: Workload, micro_batch: int, options: dict[str, object]) -> None:
+    def __init__(self, workload: Workload, micro_batch: int, options: dict[str, object], group: Group) -> None:
         self._workload, self._micro_batch = workload, micro_batch
         device = workload.device
         defaults = {"dtype": "bfloat16" if device == "cuda" else "float32", "compile_layers": device == "cuda"}
         self._config = StreamingConfig(**defaults | options)
-        self._streams = DeviceStreams(device)
+        self._streams = DeviceStreams(device, group.wait_for)
         self.engine = StreamingEngine(
             workload.config,
             self._config,
             AdamWConfig(**ADAMW, clip_grad=CLIP_GRAD),
             device=device,
             streams=self._streams,
+            group=group,
         )
-        # The values are bfloat16, so the low halves of split masters stay zero.
-        for unit, span in self.engine.state.parameters():
-            unit.view(unit.weight, span).copy_(draw_weight(span.name, span.shape, device))
+        with group.by_first("the weights") as mine:
+            # The values are bfloat16, so the low halves of split masters stay zero.
+            for unit, span in self.engine.state.parameters() if mine else ():
+                unit.view(unit.weight, span).copy_(draw_weight(span.name, span.shape, device))
         self._clock = Clock(device)
         self._steps = 0
 
@@ -74,12 +78,19 @@ class StreamingSystem:
             "grad_norm": self.grad_norm,
             "micro_batch": self._micro_batch,
             "gpu_peak_bytes": peak,
-            "host_bytes": before.process_growth(),
+            "host_bytes": self._host_bytes(before),
             "h2d_bytes": sent // self._workload.steps,
             "d2h_bytes": received // self._workload.steps,
             "adamw_backend": self.engine.adamw_backend,
             "settings": f"{self._config}",
         }
+
+    def _host_bytes(self, before: HostMemory) -> int:
+        """Growth of this process; of what ranks share, all is the first rank's."""
+        group = self.engine.group
+        if group.arenas is None:
+            return before.process_growth()
+        return before.process_growth() - shared_resident_bytes() + (group.arenas.nbytes if group.rank == 0 else 0)
 
     def trace(self, path: Path) -> None:
         """Write the timeline of one more step, with the AdamW of the step before it running as it begins."""
@@ -88,7 +99,9 @@ class StreamingSystem:
     def _step(self) -> tuple[float, float, float, float]:
         """(seconds, of them forward, of them backward, loss) without waiting for the AdamW of this step."""
         workload, clock = self._workload, self._clock
-        batch = micro_batches(workload.batch(self._steps), self._micro_batch)
+        group = self.engine.group
+        rows = workload.batch(self._steps).tensor_split(group.size)[group.rank]
+        batch = micro_batches(rows, self._micro_batch)
         self._steps += 1
         marks, losses = [], []
 

@@ -1,4 +1,4 @@
-"""One system of the benchmark in a process of its own: `python system.py SPEC RESULT`, started by step_time.py.
+"""One system of the benchmark, or one of its ranks, in a process: `python system.py SPEC RESULT`.
 
 SPEC and RESULT are JSON files: what to run, and the measured fields or how it failed.
 """
@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from peer_loop import HostMemory, largest_micro_batch, measure_peer
 from workload import Workload
+
+from megatrain_verl.streaming.group.group import ALONE, HostGroup
 
 
 def run(spec: dict) -> dict[str, object]:
@@ -25,7 +27,9 @@ def run(spec: dict) -> dict[str, object]:
     if spec["system"] == "megatrain":
         from streaming_system import StreamingSystem
 
-        system = StreamingSystem(workload, spec["micro_batch"], spec["options"])
+        ranks = len(spec["devices"])
+        group = HostGroup(spec["group"], spec["rank"], ranks) if ranks > 1 else ALONE
+        system = StreamingSystem(workload, spec["micro_batch"], spec["options"], group)
         fields = system.measure(before)
         if spec["trace"]:
             system.trace(Path(spec["trace"]))

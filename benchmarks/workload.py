@@ -68,6 +68,12 @@ def resident_bytes() -> int:
     return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
 
+def shared_resident_bytes() -> int:
+    """Of `resident_bytes`, what other processes may map too."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssShmem:")[1].split()[0]) * 1024
+
+
 def used_host_bytes() -> int:
     """Memory in use on the whole machine; unlike `resident_bytes` it holds what the CUDA driver page-locked itself."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())

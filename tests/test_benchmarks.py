@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from ceilings import Bound, Ceilings
-from processes import run_system
+from processes import ANY_DEVICE, run_system
 from report import finish, table
 from timeline import device_spans
 from workload import Workload
@@ -17,7 +17,7 @@ CEILINGS = Ceilings(50e9, 50e9, 40e9, 800e12, 700e12, {"native": 5e9})
 
 def _spec(system: str, workload: Workload = TINY) -> dict:
     fields = {"system": system, "workload": dataclasses.asdict(workload), "micro_batch": 2, "options": {}}
-    return fields | {"trace": None}
+    return fields | {"trace": None, "devices": [ANY_DEVICE]}
 
 
 def _sizes(layers: int, edge: int) -> ModelSizes:

@@ -2,12 +2,13 @@
 
 import os
 import resource
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from megatrain_verl.config import StreamingConfig
-from megatrain_verl.streaming.host_memory import HostBuffer
+from megatrain_verl.streaming.host_memory import HostBuffer, SharedFile
 from megatrain_verl.streaming.host_store import SPLIT_CHUNK, ParameterState, UnitState, arena_dtypes
 from megatrain_verl.streaming.master_weights import join_master, split_master
 from megatrain_verl.streaming.model_plan import plan_model
@@ -79,33 +80,53 @@ def test_reference_equals_the_weights_until_they_change() -> None:
     assert unit.source(reference=False).unique().tolist() == [2.0]
 
 
-def test_shared_arenas_can_be_mapped_again() -> None:
-    """What another process sees through the memfd is the arena itself."""
-    buffer = HostBuffer(1 << 16, "shared arena", shared=True, register=False)
-    buffer.view(torch.float32).fill_(3.0)
-    with open(f"/proc/self/fd/{buffer.fd}", "rb") as file:
-        seen = torch.frombuffer(bytearray(file.read()), dtype=torch.float32)
-    assert torch.equal(seen, torch.full((1 << 14,), 3.0))
-    descriptor = buffer.fd
-    buffer.close()
-    with pytest.raises(OSError):
-        os.fstat(descriptor)
+@pytest.fixture
+def memfd() -> Iterator[int]:
+    descriptor = os.memfd_create("shared arenas")
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_blocks_of_a_shared_file_are_the_same_memory_in_every_mapping(memfd: int) -> None:
+    files = [SharedFile(memfd, 1 << 20, rank, 2) for rank in range(2)]
+    labels = {"first": 100, "empty": 0, "second": 1 << 16}
+    blocks = [
+        {label: HostBuffer(size, label, register=False, shared=file) for label, size in labels.items()}
+        for file in files
+    ]
+    for number, label in enumerate(labels, start=1):
+        assert blocks[0][label].tensor.numel() == labels[label] and not blocks[0][label].tensor.any()
+        blocks[0][label].tensor.fill_(number)
+    for number, label in enumerate(labels, start=1):
+        assert (blocks[1][label].tensor == number).all()
+    assert files[0].nbytes == 2 * 4096 + (1 << 16)  # only what was taken has memory
+    for buffer in (*blocks[0].values(), *blocks[1].values()):
+        buffer.close()
+    for file in files:
+        file.close()
 
 
 def test_refused_private_allocation_names_arena_and_size() -> None:
     with pytest.raises(MemoryError, match=r"cannot allocate 1073741824.00 GiB of host memory for layers.7.exp_avg"):
-        HostBuffer(1 << 60, "layers.7.exp_avg", shared=False, register=False)  # beyond the address space
+        HostBuffer(1 << 60, "layers.7.exp_avg", register=False)  # beyond the address space
 
 
-def test_refused_shared_allocation_names_arena_and_leaves_no_file_open() -> None:
-    # A file size limit refuses a small block. A huge one is no test: the kernel reserves page after page of it until
-    # it kills processes for memory, other ones included.
+def test_a_shared_file_without_room_names_the_arena(memfd: int) -> None:
+    file = SharedFile(memfd, 1 << 16)
+    HostBuffer(1 << 15, "layers.7.weight", register=False, shared=file)
+    with pytest.raises(MemoryError, match="no room for layers.7.exp_avg"):
+        HostBuffer(1 << 16, "layers.7.exp_avg", register=False, shared=file)
+    file.close()
+
+
+def test_a_refused_shared_file_says_its_size_and_stays_closed(memfd: int) -> None:
+    # A limit on file sizes refuses a small one. A huge one is no test: it takes no memory until it is touched.
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     open_files = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(MemoryError, match=r"cannot allocate 0.00 GiB of host memory for layers.7.exp_avg"):
-            HostBuffer(4 << 20, "layers.7.exp_avg", shared=True, register=False)
+        with pytest.raises(MemoryError, match="cannot map 0.00 GiB of shared memory"):
+            SharedFile(memfd, 4 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(os.listdir("/proc/self/fd")) == open_files

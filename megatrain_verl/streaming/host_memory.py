@@ -57,6 +57,11 @@ class SharedFile:
             raise MemoryError(f"cannot allocate {size} of host memory for {label} (shared): {error}") from error
         return torch.frombuffer(self._mapped, dtype=torch.uint8, offset=start, count=length)[:nbytes]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages that have memory, whoever touched them."""
+        return os.fstat(self._fd).st_blocks * 512
+
     def close(self) -> None:
         """Drop this object's references; the memory goes when no tensor of any process uses it any more."""
         os.close(self._fd)

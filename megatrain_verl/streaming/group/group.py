@@ -233,7 +233,9 @@ Meeting = tuple[list[int], dict[int, socket.socket]]  # files of control page, a
 
 def _invite(address: str, rank: int, size: int, deadline: float) -> Meeting:
     """What rank 0 does: make the files, and give them to every other rank."""
-    files = [os.memfd_create(f"megatrain_verl {kind}", os.MFD_CLOEXEC) for kind in ("control", "arenas", "mailboxes")]
+    kinds = ("control", "arenas", "mailboxes")
+    # Names that /proc/PID/maps shows; they need not be unique.
+    files = [os.memfd_create(f"{address[1:200]} {kind}", os.MFD_CLOEXEC) for kind in kinds]
     sockets: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -249,7 +251,11 @@ def _invite(address: str, rank: int, size: int, deadline: float) -> Meeting:
             if not _is_ours(connection):
                 connection.close()
                 continue
-            other, other_size = HELLO.unpack(connection.recv(HELLO.size))
+            hello = connection.recv(HELLO.size)
+            if len(hello) < HELLO.size:  # it has ended already
+                connection.close()
+                continue
+            other, other_size = HELLO.unpack(hello)
             if other_size != size or other in sockets:
                 raise ValueError(f"rank {other} of {other_size} came to a group of {size} with {sorted(sockets)}")
             sockets[other] = connection

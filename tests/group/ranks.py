@@ -1,0 +1,221 @@
+"""Ranks as processes of their own, and the work that they do in the tests of this folder."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain_verl.config import AdamWConfig, StreamingConfig
+from megatrain_verl.streaming.batch import TokenOutputs
+from megatrain_verl.streaming.engine import StreamingEngine
+from megatrain_verl.streaming.group.group import ALONE, Group, HostGroup
+from tests import oracle
+
+# Forked from a process that has imported everything and runs no threads.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+LIMIT = 120  # seconds for the ranks of one test
+STEPS = 5
+
+
+@dataclass
+class Ended:
+    """How a rank ended: its result, or its error (class and message), and after how many seconds."""
+
+    result: object = None
+    error: str | None = None
+    seconds: float = 0.0
+    exit_code: int | None = None
+
+
+def run(
+    work: Callable[..., object],
+    size: int,
+    *arguments: object,
+    victim: int | None = None,
+    patience: float = 20.0,
+    name: str = "",
+) -> list[Ended]:
+    """`work(group, *arguments)` in each of `size` ranks; no process is left when this returns.
+
+    `victim` is not waited for.
+    """
+    name = name or uuid.uuid4().hex
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
+    ranks = [
+        CONTEXT.Process(target=_rank, args=(pipes[rank][1], name, rank, size, patience, work, arguments))
+        for rank in range(size)
+    ]
+    ended = [Ended() for _ in ranks]
+    try:
+        for rank in ranks:
+            rank.start()
+        for _, sender in pipes:
+            sender.close()
+        deadline = time.monotonic() + LIMIT
+        for rank, (receiver, _) in enumerate(pipes):
+            if rank != victim and receiver.poll(max(0.0, deadline - time.monotonic())):
+                ended[rank] = receiver.recv()
+    finally:
+        for rank, process in enumerate(ranks):
+            process.join(0 if rank == victim else 5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            ended[rank].exit_code = process.exitcode
+    return ended
+
+
+def _rank(
+    sender: multiprocessing.connection.Connection,
+    name: str,
+    rank: int,
+    size: int,
+    patience: float,
+    work: Callable[..., object],
+    arguments: tuple[object, ...],
+) -> None:
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    try:
+        group = HostGroup(name, rank, size, timeout=60, patience=patience)
+        sender.send(Ended(work(group, *arguments), seconds=time.monotonic() - start))
+    except Exception as error:
+        traceback.print_exc()
+        sender.send(Ended(error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - start))
+
+
+@dataclass
+class Task:
+    """Training of a tiny model: which rows a step has, and which of them each rank gets in how large micro-batches."""
+
+    family: str = "qwen2"
+    tied: bool = False
+    # Numbers of the rows of each rank, and rows per micro-batch.
+    shares: list[list[int]] = field(default_factory=lambda: [[0, 1, 2], [3, 4, 5]])
+    sizes: list[int] = field(default_factory=lambda: [1, 1, 1])
+    settings: dict[str, object] = field(default_factory=dict)
+    # Settings of single ranks.
+    own_settings: dict[int, dict[str, object]] = field(default_factory=dict)
+    keep_reference: bool = False
+
+
+LENGTHS = [11, 5, 20, 9, 3, 14]
+
+
+def engine(task: Task, group: Group = ALONE) -> StreamingEngine:
+    """An engine with the weights of the oracle's model."""
+    config = oracle.tiny_config(task.family, tied=task.tied)
+    settings = {"dtype": "float32", "optimizer_backend": "torch", "head_chunk_tokens": 7, "cpu_threads": 1}
+    settings |= task.settings | task.own_settings.get(group.rank, {})
+    made = StreamingEngine(
+        config,
+        StreamingConfig(**settings),
+        AdamWConfig(lr=1e-3),
+        device="cpu",
+        keep_reference=task.keep_reference,
+        group=group,
+    )
+    made.load_weights(oracle.plain_model(config).state_dict().items())
+    return made
+
+
+def train_step(made: StreamingEngine, step: int, rows_per_micro_batch: int, share: list[int]) -> tuple[float, float]:
+    """(this rank's part of the loss, norm) of the mean over all next tokens of the step."""
+    rows = oracle.random_rows(LENGTHS, seed=step)
+    tokens = sum(len(row) - 1 for row in rows)
+    batches = oracle.split_micro_batches([rows[number] for number in share], rows_per_micro_batch)
+    losses: list[float] = []
+
+    def loss_fn(m: int, scores: TokenOutputs) -> Tensor:
+        loss = -torch.cat(oracle.engine_log_probs([scores], [batches[m]])).sum() / tokens
+        losses.append(loss.item())
+        return loss
+
+    made.zero_grad()
+    made.forward_backward(batches, loss_fn)
+    return sum(losses), made.optimizer_step()
+
+
+def weights(made: StreamingEngine) -> dict[str, np.ndarray]:
+    """All masters, by name."""
+    return {name: value.numpy().copy() for name, value in oracle.masters(made).items()}
+
+
+def train(group: Group, task: Task, steps: int = STEPS) -> dict[str, object]:
+    """Losses, norms and the weights at the start, after step 2 and at the end."""
+    made = engine(task, group)
+    results: list[tuple[float, float]] = []
+    kept = [weights(made)]
+    share = task.shares[group.rank] if group.size > 1 else sorted(sum(task.shares, []))
+    for step in range(steps):
+        results.append(train_step(made, step, task.sizes[group.rank], share))
+        if step in (1, steps - 1):
+            kept.append(weights(made))
+    shared = None if group.arenas is None else group.arenas.nbytes
+    planned = made.host_plan.bytes_by_kind
+    made.close()
+    return {"results": results, "weights": kept, "shared": shared, "planned": planned}
+
+
+def train_until(group: Group, task: Task, what: str, victim: int) -> None:
+    """Train; `victim` comes to a bad end in the second step."""
+    made = engine(task, group)
+    train_step(made, 0, 1, task.shares[group.rank])
+
+    def loss_fn(m: int, scores: TokenOutputs) -> Tensor:
+        if group.rank == victim:
+            _end_badly(what)
+        return scores.log_probs.sum()
+
+    made.zero_grad()
+    made.forward_backward([oracle.pack(oracle.random_rows([5]))], loss_fn)
+    made.optimizer_step()
+
+
+def _end_badly(what: str) -> None:
+    if what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "asleep":
+        time.sleep(1000)
+    raise ZeroDivisionError("a loss that cannot be computed")
+
+
+def checkpointed(group: Group, task: Task, folder: str, action: str) -> dict[str, object]:
+    """Three steps and a save; or, from that, two more."""
+    made = engine(task, group)
+    share = task.shares[group.rank] if group.size > 1 else sorted(sum(task.shares, []))
+    if action == "resume":
+        made.load(Path(folder))
+    steps = range(3, STEPS) if action == "resume" else range(3)
+    results = [train_step(made, step, 1, share) for step in steps]
+    reference = _reference_scores(made)
+    if action == "save":
+        made.save(Path(folder), {"rank": group.rank})
+    kept = weights(made)
+    made.close()
+    return {"results": results, "weights": kept, "reference": reference, "step_count": made.step_count}
+
+
+def _reference_scores(made: StreamingEngine) -> list[float]:
+    with made.reference_weights():
+        (scores,) = made.forward([oracle.pack(oracle.random_rows([9], seed=99))])
+    return scores.log_probs.tolist()
+
+
+def load_nothing(group: Group) -> None:
+    """Weights without any tensor."""
+    made = StreamingEngine(oracle.tiny_config("qwen2"), StreamingConfig(), None, device="cpu", group=group)
+    made.load_weights([])

@@ -1,0 +1,77 @@
+"""Several ranks on one set of arenas compute what one rank computes on the same rows."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.group import ranks
+from tests.group.ranks import Task
+
+TASKS = {
+    "even": Task(),
+    "uneven shares of a tied model": Task(tied=True, shares=[[0, 1, 2, 3, 5], [4]]),
+    "different micro-batches": Task(family="qwen3", shares=[[0, 2, 4, 5], [1, 3]], sizes=[1, 2]),
+    "three ranks": Task(shares=[[5, 0], [1, 2], [3, 4]]),
+    # The first rank runs in waves of one row, the others in one wave: they add zeros to its waves.
+    "different waves": Task(
+        shares=[[0, 1, 2, 3], [4, 5]], settings={"wave_tokens": 40}, own_settings={0: {"wave_tokens": 20}}
+    ),
+}
+
+
+def close(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
+    """Whether all weights agree to 1e-6."""
+    return all(np.allclose(left[name], right[name], rtol=1e-6, atol=1e-6) for name in right)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
+def test_loss_norm_and_weights_equal_those_of_one_rank(task: Task) -> None:
+    alone = ranks.train(ranks.ALONE, task)
+    together = [ended.result for ended in ranks.run(ranks.train, len(task.shares), task)]
+    losses = np.array([[loss for loss, _ in rank["results"]] for rank in together]).sum(0)
+    norms = np.array([[norm for _, norm in rank["results"]] for rank in together])
+    assert np.allclose(losses, [loss for loss, _ in alone["results"]], rtol=1e-6)
+    assert np.allclose(norms, [norm for _, norm in alone["results"]], rtol=1e-6)
+    assert (norms == norms[0]).all()  # the same bits: all ranks clip and skip alike
+    for rank in together:
+        start, after_two_steps, end = rank["weights"]
+        assert close(after_two_steps, alone["weights"][1]) and close(end, alone["weights"][2])
+        assert not any(np.array_equal(start[name], after_two_steps[name]) for name in start)
+        assert all(np.array_equal(end[name], together[0]["weights"][2][name]) for name in end)
+
+
+def test_two_runs_have_the_same_bits_and_arenas_are_there_once() -> None:
+    task = Task(settings={"dtype": "bfloat16", "optimizer_backend": "native"})
+    first, second = ([ended.result for ended in ranks.run(ranks.train, 2, task)] for _ in range(2))
+    for left, right in zip(first, second, strict=True):
+        assert left["results"] == right["results"]
+        assert all(np.array_equal(left["weights"][2][name], right["weights"][2][name]) for name in left["weights"][2])
+    planned = sum(nbytes for kind, nbytes in first[0]["planned"].items() if kind != "staging")
+    assert planned <= first[0]["shared"] <= planned + 4096 * 5 * 5  # five units of five kinds, in whole pages
+
+
+@pytest.mark.parametrize(("saves", "resumes"), [(2, 1), (1, 2), (2, 3)])
+def test_a_checkpoint_is_written_once_and_resumed_by_another_number_of_ranks(
+    saves: int, resumes: int, tmp_path: Path
+) -> None:
+    shares = {1: [[0, 1, 2, 3, 4, 5]], 2: [[0, 1, 2], [3, 4, 5]], 3: [[0, 1], [2, 3], [4, 5]]}
+    folder = str(tmp_path / "checkpoint")
+
+    def run(size: int, action: str) -> list[dict]:
+        task = Task(shares=shares[size], keep_reference=True)
+        if size == 1:
+            return [ranks.checkpointed(ranks.ALONE, task, folder, action)]
+        return [ended.result for ended in ranks.run(ranks.checkpointed, size, task, folder, action)]
+
+    saved = run(saves, "save")
+    alone = ranks.train(ranks.ALONE, Task(shares=shares[1]))
+    resumed = run(resumes, "resume")
+    for rank in resumed:
+        assert rank["step_count"] == ranks.STEPS
+        assert close(rank["weights"], alone["weights"][2])
+        # The reference is still what was loaded first, in every rank, before and after the resume.
+        assert np.allclose(rank["reference"], saved[0]["reference"], atol=1e-6)
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == sorted(
+        ["state.json", *(f"{name}.safetensors" for name in ("embedding", "layers.0", "layers.1", "layers.2", "head"))]
+    )

@@ -1,0 +1,82 @@
+"""A rank that dies, stands still or fails: the others name it soon, and nothing is left behind."""
+
+import os
+import uuid
+from pathlib import Path
+
+import pytest
+
+from megatrain_verl.streaming.group import group as group_module
+from megatrain_verl.streaming.group.group import ALONE, HostGroup
+from tests.group import ranks
+from tests.group.ranks import Task
+
+THREE = Task(shares=[[0, 1], [2, 3], [4, 5]])
+WHAT = {
+    "killed": "its process has ended",
+    "stopped": "its process has not run for 3 s",
+    "asleep": "it stands still for",
+    "error": "ZeroDivisionError: a loss that cannot be computed",
+}
+
+
+def processes_that_map(name: str) -> list[str]:
+    """Numbers of the processes that hold memory of the group `name`."""
+    found = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            found += [maps.parent.name] if name in maps.read_text() else []
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
+            continue
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("what", WHAT)
+def test_a_bad_end_is_named_by_all_others_and_the_next_run_starts_at_once(what: str, victim: int) -> None:
+    name = uuid.uuid4().hex
+    ended = ranks.run(ranks.train_until, 3, THREE, what, victim, victim=victim, patience=3.0, name=name)
+    for rank in {0, 1, 2} - {victim}:
+        assert ended[rank].seconds < 30, ended[rank]
+        assert ended[rank].error.startswith(f"RankFailed: rank {victim} (process "), ended[rank]
+        assert WHAT[what] in ended[rank].error
+    assert not processes_that_map(name) and not any(name in entry for entry in os.listdir("/dev/shm"))
+    if what == "killed" and victim == 0:  # the same name can be used again
+        assert [rank.error for rank in ranks.run(ranks.train, 2, Task(), 1, name=name)] == [None, None]
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_within_half_a_minute() -> None:
+    ended = ranks.run(ranks.train_until, 2, Task(), "asleep", 1, victim=1)
+    assert "rank 1" in ended[0].error and "stands still" in ended[0].error
+    assert ended[0].seconds < 30  # since it joined the group
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(group_module.RankFailed, match=r"ranks \[1, 2\] of 3 have not come in time"):
+        HostGroup(uuid.uuid4().hex, 0, 3, timeout=0.3)
+    with pytest.raises(group_module.RankFailed, match="rank 0 of 3 has not come in time"):
+        HostGroup(uuid.uuid4().hex, 2, 3, timeout=0.3)
+
+
+def test_ranks_of_different_models_refuse_each_other() -> None:
+    task = Task(own_settings={1: {"dtype": "bfloat16"}})
+    ended = ranks.run(ranks.train, 2, task)
+    assert all("ValueError: the ranks have different models or options" in rank.error for rank in ended)
+
+
+def test_updates_ahead_of_the_norm_are_refused() -> None:
+    ended = ranks.run(ranks.train, 2, Task(settings={"speculative_adamw_gb": 1.0}))
+    assert all("speculative_adamw_gb works with one process only" in rank.error for rank in ended)
+
+
+def test_weights_that_cannot_be_loaded_end_all_ranks() -> None:
+    ended = ranks.run(ranks.load_nothing, 2)
+    assert ended[0].error.startswith("ValueError")
+    assert ended[1].error.startswith("RankFailed: rank 0") and "ValueError" in ended[1].error
+
+
+def test_one_process_alone_waits_for_nobody() -> None:
+    assert ALONE.gather([3.0], "nothing") == [[3.0]]
+    with ALONE.by_first("nothing") as mine:
+        assert mine
