@@ -12,7 +12,7 @@ from enum import IntEnum
 import numpy as np
 
 LINE = 8  # int64 per cache line
-VALUES = 8  # float64 that a rank may give at once
+VALUES = 64  # float64 that a rank may give at once
 MESSAGE = 1024  # bytes
 RELEASED = 1 << 62  # above every count: lets waits of the device pass after a failure
 

@@ -74,13 +74,16 @@ class DeviceMailboxes:
 
     def __init__(self, group: HostGroup) -> None:
         self._group, self._chunk = group, chunk_elements(group.size)
-        numel = SLOTS * group.size * self._chunk
-        self._address = cuda_driver.allocate(4 * numel)
-        self._box = torch.as_tensor(cuda_driver.DeviceArray(self._address, numel), device="cuda")
-        self._box = self._box.view(SLOTS, group.size, self._chunk).zero_()
-        torch.cuda.current_stream().synchronize()
-        self._peers: dict[int, int] = {}
-        problem = self._open()
+        self._address, self._handle = 0, b""
+        self._box: Tensor | None = None
+        self._peers: dict[int, int] = {}  # rank -> address of its mailbox
+        problem = None
+        try:
+            self._allocate()
+        except cuda_driver.CudaDriverError as error:
+            problem = str(error)
+        problem = self._open(problem)
+        # Every rank comes to the same gathers, whatever is wrong in it.
         if any(failed for (failed,) in group.gather([float(problem is not None)], "access between the devices")):
             self.close()
             raise cuda_driver.CudaDriverError(problem or "another rank has no access")
@@ -93,31 +96,42 @@ class DeviceMailboxes:
         return self._box[slot, sender, :numel]
 
     def close(self) -> None:
+        """Release the memory, once no rank writes to it any more. Every rank calls it."""
         for address in self._peers.values():
             cuda_driver.close_shared(address)
         self._peers.clear()
-        del self._box
-        cuda_driver.free(self._address)
+        if self._group.control.failure() is None:
+            self._group.gather([], "the end of the mailboxes")
+        self._box = None
+        if self._address:
+            cuda_driver.free(self._address)
+        self._address = 0
 
-    def _open(self) -> str | None:
+    def _allocate(self) -> None:
+        numel = SLOTS * self._group.size * self._chunk
+        self._address = cuda_driver.allocate(4 * numel)
+        box = torch.as_tensor(cuda_driver.DeviceArray(self._address, numel), device="cuda")
+        self._box = box.view(SLOTS, self._group.size, self._chunk).zero_()
+        self._handle = cuda_driver.share(self._address)
+        torch.cuda.current_stream().synchronize()
+
+    def _open(self, problem: str | None) -> str | None:
         """Open the mailboxes of the others and try them; what is wrong, or None. On some hosts copies lose data."""
         group = self._group
-        handles = group.gather([float(byte) for byte in cuda_driver.share(self._address)], "the mailboxes' handles")
-        problem = None
+        own = self._handle if problem is None else bytes(cuda_driver.IPC_HANDLE_BYTES)
+        handles = group.gather([float(byte) for byte in own], "the handles of the mailboxes")
+        others = [rank for rank in range(group.size) if rank != group.rank and any(handles[rank])]
         try:
-            for rank, handle in enumerate(handles):
-                if rank != group.rank:
-                    self._peers[rank] = cuda_driver.open_shared(bytes(int(byte) for byte in handle))
-            pattern = torch.arange(CHECKED, device="cuda", dtype=torch.float32) + group.rank
-            for rank in self._peers:
-                self.put(rank, 0, pattern)
+            for rank in others if problem is None else []:
+                self._peers[rank] = cuda_driver.open_shared(bytes(int(byte) for byte in handles[rank]))
+                self.put(rank, 0, torch.arange(CHECKED, device="cuda", dtype=torch.float32) + group.rank)
             torch.cuda.current_stream().synchronize()
         except cuda_driver.CudaDriverError as error:
             problem = str(error)
         group.gather([], "copies between the devices")
-        for rank in range(group.size) if problem is None else []:
+        for rank in self._peers if problem is None else []:
             expected = torch.arange(CHECKED, device="cuda", dtype=torch.float32) + rank
-            if rank != group.rank and not torch.equal(self.get(rank, 0, CHECKED), expected):
+            if not torch.equal(self.get(rank, 0, CHECKED), expected):
                 problem = f"a copy from the device of rank {rank} to that of rank {group.rank} lost data"
         return problem
 
