@@ -147,6 +147,7 @@ class StreamingEngine:
         with self._released_on_error(micro_batches, plan):
             if self._ring is not None and len(self._ring.layer_slots) != plan.layer_slots:
                 self.release_device()
+            self._gradients.begin_call(1 if plan.resident_gradients else len(plan.waves))
             for number, wave in enumerate(plan.split(micro_batches), 1):
                 first = sum(plan.waves[: number - 1])
                 run = self._start(wave, first=first, training=True, layer_slots=plan.layer_slots)

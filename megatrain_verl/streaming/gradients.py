@@ -65,8 +65,8 @@ def gradient_views(unit: UnitPlan, accumulator: Accumulator | None) -> dict[str,
 class GradientPath:
     """Accumulators, transfer and norm of all gradients of one engine.
 
-    `begin_wave`, then for each unit `begin`, add to its accumulator on the compute stream, `finish`; `end_wave` after
-    the last unit. Host state outlives `release_device`.
+    `begin_call`; `begin_wave`, then for each unit `begin`, add to its accumulator on the compute stream, `finish`;
+    `end_wave` after the last unit; `end_call`. Host state outlives `release_device`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GradientPath:
         self._plan, self._state, self._streams, self._counters = plan, state, streams, counters
         self._num_slabs, self._group = config.num_grad_slabs, group
         self._exchange = GradientExchange(group, streams.grad, device) if group.size > 1 else None
-        self._waves_sent = 0  # of this call
+        self._waves_left = 0  # of this call, in the rank that sends most often
         self._position = {unit.plan.name: position for position, unit in enumerate(state.units)}
         self._slabs: list[Slab] = []
         self._slab_uses = 0
@@ -152,6 +152,10 @@ class GradientPath:
                 f"{dtype}: set grad_dtype=float32, or call zero_grad before each forward_backward"
             )
 
+    def begin_call(self, sends: int) -> None:
+        """A call starts in which this rank sends every unit's gradient `sends` times."""
+        self._waves_left = max(int(count) for (count,) in self._group.gather([sends], "the start of a step"))
+
     def begin_wave(
         self, *, first: bool, last: bool, on_landing: Callable[[UnitState, Event], None] | None = None
     ) -> None:
@@ -206,17 +210,15 @@ class GradientPath:
         self._landed = (self._streams.adder if self.pending else self._streams.grad).record()
         self._added_on_host = self.pending
         self.pending = True
-        self._waves_sent += 1
+        self._waves_left -= 1
 
     def end_call(self) -> None:
-        """All waves have ended. If other ranks had more of them, this one adds zeros to theirs."""
-        most = max(sent for (sent,) in self._group.gather([self._waves_sent], "all waves of a step"))
-        while self._waves_sent < most:
+        """All waves have ended. If other ranks have more of them, this one adds zeros to theirs."""
+        while self._waves_left > 0:
             self.begin_wave(first=True, last=True)
             for unit in reversed(self._state.units):
                 self.finish(unit, self.begin(unit))
             self.end_wave()
-        self._waves_sent = 0
 
     def _accumulator(self, unit: UnitState) -> Accumulator:
         if self._resident:

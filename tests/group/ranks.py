@@ -86,6 +86,7 @@ def _rank(
     arguments: tuple[object, ...],
 ) -> None:
     torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # CUDA has not started in this process
     start = time.monotonic()
     try:
         group = HostGroup(name, rank, size, timeout=60, patience=patience)
@@ -108,6 +109,7 @@ class Task:
     # Settings of single ranks.
     own_settings: dict[int, dict[str, object]] = field(default_factory=dict)
     keep_reference: bool = False
+    device: str = "cpu"
 
 
 LENGTHS = [11, 5, 20, 9, 3, 14]
@@ -122,7 +124,7 @@ def engine(task: Task, group: Group = ALONE) -> StreamingEngine:
         config,
         StreamingConfig(**settings),
         AdamWConfig(lr=1e-3),
-        device="cpu",
+        device=task.device,
         keep_reference=task.keep_reference,
         group=group,
     )

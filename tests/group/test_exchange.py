@@ -28,12 +28,18 @@ def reduce_all(group: HostGroup) -> list[np.ndarray]:
     exchange = GradientExchange(group, InlineQueue(), "cpu")
     parts = [exchange.reduce(torch.from_numpy(gradient)).numpy().copy() for gradient in gradients(group.rank)]
     exchange.close()
+    group.close()
     return parts
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_parts_together_are_the_sum_in_rank_order(size: int) -> None:
-    results = [ended.result for ended in ranks.run(reduce_all, size)]
+    check_sums([ended.result for ended in ranks.run(reduce_all, size)])
+
+
+def check_sums(results: list[list[np.ndarray]]) -> None:
+    """Compare the parts of all ranks with the sums, bit for bit."""
+    size = len(results)
     for number in range(len(NUMELS)):
         expected = gradients(0)[number]
         for rank in range(1, size):

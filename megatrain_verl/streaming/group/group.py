@@ -168,7 +168,7 @@ class HostGroup(Group):
                 if waited > self._patience:
                     self._judge(late(), waited, purpose)
                 time.sleep(pause)
-                pause = min(2 * pause, 1e-3)
+                pause = min(2 * pause, 250e-6)
         self.check()
 
     @contextmanager
