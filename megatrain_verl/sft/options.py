@@ -22,7 +22,7 @@ def prepare(config: DictConfig, device: str) -> None:
     option_rules.check(config)
     data, trainer = config.data, config.trainer
     trainer.device = device
-    registration.refuse_several_processes(trainer.n_gpus_per_node * trainer.nnodes)
+    registration.refuse_several_hosts(trainer.nnodes)
     if data.dataset:
         _use_registry(data, trainer.seed)
     elif not data.train_files:

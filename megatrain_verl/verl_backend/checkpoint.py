@@ -56,19 +56,16 @@ class CheckpointStore:
         self.attached: list[Attachment] = []
 
     def save(self, path: str, engine: StreamingEngine, learning_rate: LearningRate, limit: int | None) -> None:
-        """Write `path` in full or not at all, then delete checkpoints of this run beyond `limit`."""
-        with atomic_folder(path) as folder:
-            if "model" in self._save_contents:
-                engine.save(folder / ENGINE)
-            if "extra" in self._save_contents:
-                extra_state.write(folder, learning_rate)
-            self._write_pretrained(folder / HUGGINGFACE, engine)
-            for attachment in self.attached:
-                attachment.write(folder)
-            for state in Path(path).glob(LOADER_STATE):  # of an earlier run that saved this step: verl replaces it next
-                shutil.copy(state, folder)
-        logger.info("saved checkpoint %s", path)
-        self._retention.register(Path(path), limit)
+        """Write `path` in full or not at all, then delete checkpoints of this run beyond `limit`.
+
+        The first rank does; every rank calls it.
+        """
+        with engine.group.by_first("the checkpoint") as mine:
+            if mine:
+                self._write(path, engine, learning_rate)
+                self._retention.register(Path(path), limit)
+            elif "model" in self._save_contents:
+                engine.save(path)  # where the first rank writes the arenas
 
     def load(self, path: str, engine: StreamingEngine, learning_rate: LearningRate) -> None:
         """Go on from `path`.
@@ -77,7 +74,9 @@ class CheckpointStore:
             ValueError: no such checkpoint, contents it does not have, or another model's; before anything changes.
         """
         folder = Path(path)
-        restore_replaced(folder)
+        with engine.group.by_first("the checkpoint's folder") as mine:
+            if mine:
+                restore_replaced(folder)
         if not folder.is_dir():
             raise ValueError(f"there is no checkpoint at {folder}")
         extra = extra_state.read(folder) if "extra" in self._load_contents else None
@@ -90,6 +89,19 @@ class CheckpointStore:
         if extra is not None:
             extra_state.restore(extra, learning_rate)
         logger.info("resumed from checkpoint %s", path)
+
+    def _write(self, path: str, engine: StreamingEngine, learning_rate: LearningRate) -> None:
+        with atomic_folder(path) as folder:
+            if "model" in self._save_contents:
+                engine.save(folder / ENGINE)
+            if "extra" in self._save_contents:
+                extra_state.write(folder, learning_rate)
+            self._write_pretrained(folder / HUGGINGFACE, engine)
+            for attachment in self.attached:
+                attachment.write(folder)
+            for state in Path(path).glob(LOADER_STATE):  # of an earlier run that saved this step: verl replaces it next
+                shutil.copy(state, folder)
+        logger.info("saved checkpoint %s", path)
 
     def _write_pretrained(self, folder: Path, engine: StreamingEngine) -> None:
         config = self._model.hf_config

@@ -62,7 +62,7 @@ class MegaTrainActorConfig(ActorConfig):
 
     Raises:
         ValueError: an unknown name, or what the engine does not do: another optimizer than AdamW, asynchronous
-            saving, quantisation-aware training, prefix grouping, LoRA, several GPUs.
+            saving, quantisation-aware training, prefix grouping, LoRA.
     """
 
     strategy: str = "megatrain"
@@ -91,7 +91,6 @@ class MegaTrainActorConfig(ActorConfig):
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
         """verl's checks, and what only the whole run's options show. Called in the driver before Ray starts."""
         super().validate(n_gpus, train_batch_size, model_config)
-        registration.refuse_several_processes(n_gpus)
         if model_config is not None:
             registration.refuse_adapters(model_config)
 

@@ -30,7 +30,7 @@ from verl.workers.engine.utils import (
 
 from megatrain_verl.streaming.batch import TokenOutputs
 from megatrain_verl.streaming.engine import StreamingEngine
-from megatrain_verl.verl_backend import process_env, registration
+from megatrain_verl.verl_backend import process_env, ranks, registration
 from megatrain_verl.verl_backend.checkpoint import CheckpointStore
 from megatrain_verl.verl_backend.config import MegaTrainEngineConfig
 from megatrain_verl.verl_backend.micro_batches import check_batch, to_micro_batch, to_model_output
@@ -44,10 +44,10 @@ Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 @EngineRegistry.register(model_type="language_model", backend="megatrain", device=["cuda", "cpu"])
 class MegaTrainEngine(BaseEngine):
-    """One process, one device, all parameters in host memory.
+    """One device of this process, and all parameters in host memory, which the ranks of a run share.
 
     Raises:
-        ValueError: several processes, adapters, or options of another backend.
+        ValueError: adapters, or options of another backend.
         RuntimeError: verl builds a separate reference although the actor is to be its own.
     """
 
@@ -60,7 +60,6 @@ class MegaTrainEngine(BaseEngine):
     ) -> None:
         super().__init__()
         _check_engine_config(engine_config)
-        registration.refuse_several_processes(torch.distributed.get_world_size())
         registration.refuse_adapters(model_config)
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
@@ -77,9 +76,10 @@ class MegaTrainEngine(BaseEngine):
         config = self.engine_config
         if config.full_determinism:
             enable_full_determinism(config.seed)
-        process_env.use_all_cores(config.cpu_threads)
         if self.streaming is not None:
             self.streaming.close()
+        group = ranks.meet()
+        process_env.use_cores(config.cpu_threads or group.cores())
         trains = not config.forward_only
         self.streaming = StreamingEngine(
             copy.deepcopy(self.model_config.hf_config),  # the engine sets its own attention there
@@ -87,6 +87,7 @@ class MegaTrainEngine(BaseEngine):
             adamw_config(self.optimizer_config) if trains else None,
             device=get_device_name(),
             keep_reference=trains and config.ref_in_actor,
+            group=group,
         )
         self.streaming.load_weights(self.model_config.local_path)
         self.phases = PhaseLog(self.streaming, config.trace_file)
@@ -148,18 +149,19 @@ class MegaTrainEngine(BaseEngine):
     ) -> dict[str, Any]:
         """Score `data` and, unless `forward_only`, add the gradient of the losses of its micro-batches.
 
-        Losses are scaled as in verl's FSDP engine: by the whole mini-batch's `batch_num_tokens`, then summed. Where
-        every label is masked, loss and gradient are 0 (verl's own engines divide 0 by 0 there).
+        Losses are scaled as in verl's FSDP engine: by the `batch_num_tokens` of all ranks' mini-batches and by the
+        number of ranks, then summed over micro-batches and averaged over ranks. Where every label is masked, loss and
+        gradient are 0 (verl's own engines divide 0 by 0 there).
 
         Returns:
             dict with "model_output" (jagged tensors; empty in training unless asked for), "loss" (one float per
             micro-batch) and "metrics".
         """
         check_batch(data)
-        labels = int(data["loss_mask"].sum().item())
+        labels, size = ranks.total(int(data["loss_mask"].sum().item())), self.get_data_parallel_size()
         if labels == 0 and not forward_only:
             self._count_batch_without_labels(len(data))
-        tu.assign_non_tensor(data, sp_size=1, dp_size=1, batch_num_tokens=max(1, labels))
+        tu.assign_non_tensor(data, sp_size=1, dp_size=size, batch_num_tokens=max(1, labels))
         micro_batches, indices = prepare_micro_batches(data, dp_group=self.get_data_parallel_group())
         packed = [to_micro_batch(micro_batch) for micro_batch in micro_batches]
         scores = {
@@ -171,7 +173,7 @@ class MegaTrainEngine(BaseEngine):
         def report(index: int, outputs: TokenOutputs) -> Tensor:
             loss, entry = self._loss(micro_batches[index], outputs, loss_function)
             reports.append(entry)
-            return loss
+            return loss / size  # the engine adds the gradients of the ranks
 
         if forward_only:
             with self.phases.phase(self._scoring):
@@ -273,10 +275,10 @@ class MegaTrainEngine(BaseEngine):
     # ----------------------------------------------------------------------------------------- data parallel
 
     def get_data_parallel_rank(self) -> int:
-        return 0
+        return torch.distributed.get_rank()
 
     def get_data_parallel_size(self) -> int:
-        return 1
+        return torch.distributed.get_world_size()
 
     def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
         # verl flattens the metrics only of engines that have a group.

@@ -26,7 +26,7 @@ def check_options(config: DictConfig) -> None:
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     if not trainer.use_v1:
         raise ValueError("verl's legacy trainer is not supported by megatrain; set trainer.use_v1=True")
-    registration.refuse_several_processes(trainer.n_gpus_per_node * trainer.nnodes)
+    registration.refuse_several_hosts(trainer.nnodes)
     if trainer.v1.trainer_mode == "separate_async":
         raise ValueError("trainer.v1.trainer_mode=separate_async is not supported by megatrain; use sync")
     if rollout.checkpoint_engine.backend != "naive":
@@ -94,7 +94,8 @@ def _check_host_memory(config: DictConfig, plan: ModelPlan) -> None:
     """The arenas of the actor, and of a separate reference engine if there is one, must fit before anything starts."""
     engine = omega_conf_to_dataclass(config.actor_rollout_ref.actor.megatrain)
     streaming = engine.streaming_config()
-    actor = HostPlan.of(plan, streaming, trainable=True, reference=engine.ref_in_actor)
+    ranks = config.trainer.n_gpus_per_node
+    actor = HostPlan.of(plan, streaming, trainable=True, reference=engine.ref_in_actor, ranks=ranks)
     if need_reference_policy(config) and not engine.ref_in_actor:
         reference = HostPlan.of(plan, streaming, trainable=False, reference=False)
         both = actor.bytes_by_kind | {"reference engine": reference.total}

@@ -26,9 +26,9 @@ def allow_concurrent_streams() -> None:
         del os.environ[MAX_CONNECTIONS]
 
 
-def use_all_cores(threads: int | None) -> None:
-    """Let torch use `threads` cores, or those this process may run on: Ray sets OMP_NUM_THREADS=1 in its workers.
+def use_cores(threads: int) -> None:
+    """Let torch use `threads` cores: Ray sets OMP_NUM_THREADS=1 in its workers.
 
     Applies to the calling thread; the optimizer's own thread sets its own number.
     """
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads)

@@ -26,17 +26,14 @@ def _import_engine(_: object) -> None:
     import megatrain_verl.verl_backend.engine  # noqa: F401
 
 
-def refuse_several_processes(world_size: int) -> None:
-    """Two engines would each train on their part of the batch and drift apart.
+def refuse_several_hosts(nodes: int) -> None:
+    """All ranks share the arenas in one host's memory.
 
     Raises:
-        ValueError: more than one process.
+        ValueError: more than one host.
     """
-    if world_size > 1:
-        raise ValueError(
-            f"several GPUs are not supported yet by megatrain (got {world_size}); set trainer.n_gpus_per_node=1 and "
-            "trainer.nnodes=1"
-        )
+    if nodes > 1:
+        raise ValueError(f"megatrain runs on the GPUs of one host (got trainer.nnodes={nodes}); set trainer.nnodes=1")
 
 
 def refuse_adapters(model: Mapping[str, Any]) -> None:
