@@ -65,7 +65,8 @@ def _environment(rank: int, size: int, device: str, folder: str) -> Iterator[Non
     before = dict(os.environ)
     method = f"file://{folder}/process_group?rank={rank}&world_size={size}"
     os.environ.update(ONE_HOST, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    os.environ.update(CUDA_VISIBLE_DEVICES=device, DIST_INIT_METHOD=method)
+    # verl takes LOCAL_RANK for the number of the device whose nearest processors it uses.
+    os.environ.update(CUDA_VISIBLE_DEVICES=device, LOCAL_RANK=device, DIST_INIT_METHOD=method)
     try:
         yield
     finally:
