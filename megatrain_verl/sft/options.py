@@ -23,6 +23,8 @@ def prepare(config: DictConfig, device: str) -> None:
     data, trainer = config.data, config.trainer
     trainer.device = device
     registration.refuse_several_hosts(trainer.nnodes)
+    if trainer.n_gpus_per_node > 1:
+        raise ValueError("several GPUs are not supported yet in SFT; set trainer.n_gpus_per_node=1")
     if data.dataset:
         _use_registry(data, trainer.seed)
     elif not data.train_files:
