@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
 from megatrain_verl.streaming import attention_kernels
 from megatrain_verl.streaming.attention_kernels import Features
@@ -85,6 +85,12 @@ class RowMask:
 def register() -> None:
     """Make `packed_attention` known to transformers under `NAME`."""
     AttentionInterface.register(NAME, packed_attention)
+
+
+def of_parts(config: PretrainedConfig) -> dict[str, str]:
+    """The attention implementation of each part of a model: this one for the language model, torch's for an encoder."""
+    parts = {name: NAME for name in ("", "text_config")}
+    return parts | {name: "sdpa" for name in getattr(config, "sub_configs", {}) if name != "text_config"}
 
 
 def check_available(implementation: str, dtype: str, device: str) -> None:

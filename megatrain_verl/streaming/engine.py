@@ -32,6 +32,7 @@ from megatrain_verl.streaming.gradients import GradientPath
 from megatrain_verl.streaming.group.group import ALONE, Group
 from megatrain_verl.streaming.host_adamw import HostAdamW
 from megatrain_verl.streaming.host_store import DTYPES, ParameterState, UnitState
+from megatrain_verl.streaming.image_positions import check_images
 from megatrain_verl.streaming.layer_arguments import DecoderSkeleton
 from megatrain_verl.streaming.layer_major import DeviceFunctions, LayerMajorPass, LossFunction
 from megatrain_verl.streaming.model_plan import plan_model
@@ -171,7 +172,8 @@ class StreamingEngine:
     ) -> LayerMajorPass:
         self.acquire_device(layer_slots)
         self._ring.train(training)
-        settings = (self._skeleton, self.plan.masks, DTYPES[self.config.dtype], self.config.attn_implementation)
+        parts = (self._skeleton, self.plan.masks, self.plan.vision)
+        settings = (*parts, DTYPES[self.config.dtype], self.config.attn_implementation)
         return LayerMajorPass(
             self.plan,
             self.state,
@@ -184,6 +186,7 @@ class StreamingEngine:
             first,
             (self.config.seed, self.step_count, self._calls) if training and self.plan.has_dropout() else None,
             self.device,
+            [m for m, batch in enumerate(micro_batches) if batch.images is not None],
         )
 
     def _activation_store(self, micro_batches: list[MicroBatch], plan: PassPlan) -> ActivationStore:
@@ -206,6 +209,7 @@ class StreamingEngine:
     def _check(self, micro_batches: list[MicroBatch]) -> None:
         limit = self.config.max_seq_len or self.plan.config.get_text_config().max_position_embeddings
         check_micro_batches(micro_batches, limit, self.plan.vocab_size)
+        check_images(micro_batches, self.plan.vision)
 
     def _weights_changed(self) -> None:
         if self._adamw_config is not None:
