@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatrain_verl.streaming.attention import MaskKind, RowLayout
 from megatrain_verl.streaming.batch import MicroBatch
-from megatrain_verl.streaming.image_positions import rope_positions
+from megatrain_verl.streaming.image_positions import image_blocks, rope_positions
 from megatrain_verl.streaming.layer_arguments import DecoderSkeleton
 from megatrain_verl.streaming.token_head import ScoredTokens
 from megatrain_verl.streaming.vision_plan import VisionPlan
@@ -43,6 +43,9 @@ def to_device(
     tokens = ScoredTokens(positions.to(device), labels.to(device), temperature.to(device))
     rows = RowLayout.of(batch.row_lengths, attn_implementation, device)
     masks = {kind: kind.over(rows) for kind in set(mask_kinds)}
+    if batch.images is not None and vision.bidirectional:
+        for mask in masks.values():
+            mask.image_blocks = image_blocks(batch, vision).to(device)
     position_ids = batch.position_ids if vision is None else rope_positions(batch, vision)
     arguments = skeleton.arguments(position_ids.to(device).unsqueeze(-2), batch.row_lengths, dtype)
     arguments = [{**named, "attention_mask": masks[kind]} for named, kind in zip(arguments, mask_kinds, strict=True)]

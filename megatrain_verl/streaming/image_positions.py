@@ -29,6 +29,15 @@ def rope_positions(batch: MicroBatch, vision: VisionPlan) -> Tensor:
     return torch.cat([batch.position_ids.cpu()[None], positions[:, mask.bool()]])
 
 
+def image_blocks(batch: MicroBatch, vision: VisionPlan) -> Tensor:
+    """(T,) int64: the tokens of one image have one number from 0 on, text has -1; as Gemma 3's `token_type_ids` say."""
+    is_image = batch.input_ids.cpu() == vision.image_token_id
+    begins = is_image.clone()
+    begins[1:] &= ~is_image[:-1]
+    begins[torch.tensor(batch.row_lengths).cumsum(0)[:-1]] = True  # an image ends with its row
+    return torch.where(is_image, begins.long().cumsum(0), -1)
+
+
 def check_images(micro_batches: list[MicroBatch], vision: VisionPlan | None) -> None:
     """Refuse images that the model cannot take.
 

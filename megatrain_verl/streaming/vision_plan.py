@@ -28,7 +28,8 @@ TRIAL_PATCHES = 16  # more crops than LLaVA-NeXT makes of an image of the encode
 class VisionPlan:
     """Units of the vision part, and the base model on the meta device without its language model.
 
-    `image_token_id` stands where an image feature goes; `arguments` are those that `get_image_features` takes.
+    `image_token_id` stands where an image feature goes; `arguments` are those that `get_image_features` takes,
+    `bidirectional`: the tokens of an image attend to all of each other.
     """
 
     module: PreTrainedModel
@@ -36,6 +37,7 @@ class VisionPlan:
     projector: UnitPlan
     image_token_id: int
     arguments: tuple[str, ...]
+    bidirectional: bool
 
     @property
     def units(self) -> list[UnitPlan]:
@@ -69,6 +71,7 @@ def plan_vision(base: PreTrainedModel, names: dict[int, str]) -> VisionPlan:
         projector=projector,
         image_token_id=base.config.image_token_id,
         arguments=tuple(inspect.signature(base.get_image_features).parameters),
+        bidirectional="token_type_ids" in inspect.signature(base.forward).parameters,
     )
 
 

@@ -1,6 +1,7 @@
 """Tiny models that take images, with the peculiarities of the real configs, and rows with images for them."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,14 @@ TEXT = {**oracle.SIZES, "num_hidden_layers": 3, "tie_word_embeddings": False}
 QWEN_VISION = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+QWEN3_VISION = {
+    **QWEN_VISION,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
 CONFIGS: dict[str, dict] = {
     "qwen2_5_vl": {
         "text_config": {**TEXT, "rope_parameters": ROPE},
@@ -27,6 +36,59 @@ CONFIGS: dict[str, dict] = {
             "window_size": 16,
             "fullatt_block_indexes": [1],
         },
+    },
+    "qwen2_vl": {
+        "text_config": {**TEXT, "rope_parameters": ROPE},
+        "vision_config": {**QWEN_VISION, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+    },
+    "qwen3_vl": {  # features of two encoder layers are added behind the first two decoder layers
+        "text_config": {**TEXT, "head_dim": 8, "rope_parameters": ROPE},
+        "vision_config": {**QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
+    },
+    "qwen3_5": {  # linear attention in two of three layers
+        "text_config": {
+            **TEXT,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+        },
+        "vision_config": {**QWEN3_VISION, "deepstack_visual_indexes": []},
+    },
+    "gemma3": {  # image tokens see each other, within and across the window
+        "text_config": {
+            **TEXT,
+            "tie_word_embeddings": True,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            **TOWER,
+            "image_size": 24,
+            "patch_size": 4,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": 9,
+    },
+    "internvl": {
+        "text_config": {**TEXT, "model_type": "qwen2", "rope_parameters": DYNAMIC_ROPE},
+        "vision_config": {
+            "model_type": "internvl_vision",
+            **TOWER,
+            "image_size": [16, 16],
+            "patch_size": [4, 4],
+            "attention_bias": True,
+            "use_absolute_position_embeddings": True,
+            "use_mean_pooling": True,
+        },
+        "downsample_ratio": 0.5,
+        "vision_feature_layer": -1,
     },
     "llava_next": {
         "text_config": {**TEXT, "model_type": "mistral", "sliding_window": None},
@@ -86,9 +148,10 @@ def plain_log_probs(model: nn.Module, row: Row, temperature: float = 1.0) -> Ten
     """(L - 1,) log-probs of the next tokens of one row, with gradient, from the model's own forward."""
     types = (row.ids == IMAGE_TOKEN).int()[None]
     extra = {
-        "qwen2_5_vl": {"mm_token_type_ids": types},
         "gemma3": {"token_type_ids": types},
-    }.get(model.config.model_type, {})
+        "internvl": {},
+        "llava_next": {},
+    }.get(model.config.model_type, {"mm_token_type_ids": types})
     logits = model(input_ids=row.ids[None], **(row.images or {}), **extra).logits[0, :-1].float() / temperature
     return torch.log_softmax(logits, dim=-1).gather(1, row.ids[1:, None]).squeeze(1)
 
@@ -121,4 +184,13 @@ def _llava_image(generator: torch.Generator) -> tuple[dict[str, Tensor], int]:
     return {"pixel_values": pixels, "image_sizes": torch.tensor([size])}, 16 + tokens
 
 
-IMAGES = {"qwen2_5_vl": _qwen_image, "llava_next": _llava_image}
+def _fixed_image(size: int, tokens: int, generator: torch.Generator) -> tuple[dict[str, Tensor], int]:
+    return {"pixel_values": torch.randn(1, 3, size, size, generator=generator)}, tokens
+
+
+IMAGES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), _qwen_image),
+    "gemma3": partial(_fixed_image, 24, 9),
+    "internvl": partial(_fixed_image, 16, 4),
+    "llava_next": _llava_image,
+}
