@@ -124,6 +124,8 @@ def plain_model(config: PretrainedConfig, seed: int = 0) -> nn.Module:
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not parameter.any():  # Gemma 3's projector, which would let no gradient through
+                parameter.normal_(0, 0.1)
             if parameter.dim() > 1:
                 parameter.mul_(8 if "language_model" in name or "lm_head" in name else 4)
             else:
