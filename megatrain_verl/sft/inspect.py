@@ -25,6 +25,7 @@ from megatrain_verl.sft import options, search_path
 from megatrain_verl.sft.chat_template import Encoded
 from megatrain_verl.sft.dataset import folder_of, row_settings
 from megatrain_verl.sft.encoding import Report, usable_rows
+from megatrain_verl.sft.image_template import processor_of
 from megatrain_verl.sft.registry import find_datasets
 
 TRAINED, MASKED, RESET = "\033[32m", "\033[2m", "\033[0m"
@@ -67,7 +68,8 @@ def show(
     """
     (entry,) = find_datasets([name], folder_of(data))
     settings, report = row_settings(data), Report(entry)
-    usable = usable_rows(entry, settings.template(tokenizer, processor), settings, report)
+    template = settings.template(tokenizer, processor_of(entry.name, "images" in entry.columns, tokenizer, processor))
+    usable = usable_rows(entry, template, settings, report)
     colour = output.isatty() and not os.environ.get("NO_COLOR")
     lengths: list[tuple[int, int]] = []
     for number, encoded in enumerate(usable, start=1):

@@ -10,6 +10,8 @@ from tests import oracle
 from tests.vision import cases
 
 COUNTS = [1, 0, 2]  # images per row
+# Rounding that grows on the way back to the encoder: plain transformers in float32 is as far from itself in float64.
+TOLERANCES = {"qwen3_5": 1e-4, "gemma3": 3e-5}
 
 
 def plain_step(model, optimizer, rows, clip):
@@ -42,8 +44,7 @@ def engine_pass(engine, micro_batches):
 @pytest.mark.parametrize("family", cases.CONFIGS)
 def test_three_steps_equal_plain_adamw(family, size, settings):
     config = cases.tiny_config(family)
-    # transformers computes the chunks of linear attention with sums that cancel: rounding grows towards the encoder.
-    tolerance = 1e-4 if family == "qwen3_5" else 1e-5
+    tolerance = TOLERANCES.get(family, 1e-5)
     adamw = AdamWConfig(lr=1e-4, weight_decay=0.1)
     model = cases.plain_model(copy.deepcopy(config))
     engine = oracle.make_engine(model, config, adamw, **settings)
@@ -58,7 +59,7 @@ def test_three_steps_equal_plain_adamw(family, size, settings):
         for name, grad in found.items():
             assert (grad - grads[name]).norm() <= tolerance * grads[name].norm() + 1e-6 * norm, name
             assert grads[name].norm() > 0 or "language_model" in name, name
-        assert engine.optimizer_step() == pytest.approx(norm, rel=1e-5)
+        assert engine.optimizer_step() == pytest.approx(norm, rel=tolerance)
     plain = dict(model.named_parameters())
     for name, weight in oracle.masters(engine).items():
         # Attention without rotary embeddings does not depend on its key bias: that one's AdamW steps are of rounding.
