@@ -18,14 +18,12 @@ import numpy as np
 from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
-from verl.utils import hf_processor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatrain_verl.sft import options, search_path
 from megatrain_verl.sft.chat_template import Encoded
 from megatrain_verl.sft.dataset import folder_of, row_settings
 from megatrain_verl.sft.encoding import Report, usable_rows
-from megatrain_verl.sft.image_template import processor_of
 from megatrain_verl.sft.registry import find_datasets
 
 TRAINED, MASKED, RESET = "\033[32m", "\033[2m", "\033[0m"
@@ -46,21 +44,14 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_intermixed_args(arguments)
     try:
         config = _config(given)
-        tokenizer, processor = _tokenizer(config.model), hf_processor(os.path.expanduser(config.model.path))
+        tokenizer = _tokenizer(config.model)
         for name in options.names(config.data.dataset):
-            show(name, tokenizer, config.data, given.rows, sys.stdout, processor)
+            show(name, tokenizer, config.data, given.rows, sys.stdout)
     except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {error}")
 
 
-def show(
-    name: str | dict,
-    tokenizer: PreTrainedTokenizerBase,
-    data: DictConfig,
-    rows: int,
-    output: TextIO,
-    processor: ProcessorMixin | None = None,
-) -> None:
+def show(name: str | dict, tokenizer: PreTrainedTokenizerBase, data: DictConfig, rows: int, output: TextIO) -> None:
     """Write the first `rows` usable rows of data set `name`, and figures of all, to `output`.
 
     Raises:
@@ -68,8 +59,7 @@ def show(
     """
     (entry,) = find_datasets([name], folder_of(data))
     settings, report = row_settings(data), Report(entry)
-    template = settings.template(tokenizer, processor_of(entry.name, "images" in entry.columns, tokenizer, processor))
-    usable = usable_rows(entry, template, settings, report)
+    usable = usable_rows(entry, settings.template(tokenizer), settings, report)
     colour = output.isatty() and not os.environ.get("NO_COLOR")
     lengths: list[tuple[int, int]] = []
     for number, encoded in enumerate(usable, start=1):

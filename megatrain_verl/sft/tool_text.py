@@ -5,7 +5,6 @@ The text is that of the Hermes and Qwen2.5 templates, so a rollout with verl's `
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -64,7 +63,7 @@ def as_text(conversation: Conversation) -> Conversation:
             messages[0]["content"] += f"\n\n{tools}"
         else:
             messages.insert(0, {"role": "system", "content": tools})
-    return replace(conversation, messages=messages, tools=[])
+    return Conversation(messages, [])
 
 
 def _call(call: dict[str, Any]) -> str:
