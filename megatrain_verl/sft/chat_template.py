@@ -32,6 +32,14 @@ class Encoded:
     input_ids: list[int]
     loss_mask: list[int]
 
+    def cut(self, length: int) -> "Encoded":
+        """The first `length` tokens."""
+        return Encoded(self.input_ids[:length], self.loss_mask[:length])
+
+    def columns(self) -> dict[str, Any]:
+        """The row as the encoded file has it."""
+        return {"input_ids": self.input_ids, "loss_mask": self.loss_mask, "length": len(self.input_ids)}
+
 
 class ChatTemplate:
     """A tokenizer's chat template; `kwargs` are further variables of it (`enable_thinking` for instance).
@@ -75,7 +83,7 @@ class ChatTemplate:
         if not _is_unicode(text):
             raise UnusableRow("it has half a character (a lone surrogate)")
         boundaries = [place for start, end in turns for place in (start, self._closed(text, start, end))]
-        input_ids, *before = self._tokenize([text, *(text[:place] for place in boundaries)])
+        input_ids, *before = self._tokenize([text, *(text[:place] for place in boundaries)], conversation)
         places = [_length_as_prefix(tokens, input_ids) for tokens in before]
         loss_mask = [0] * len(input_ids)
         for first, last in zip(places[::2], places[1::2], strict=True):
@@ -86,8 +94,16 @@ class ChatTemplate:
     def render(self, messages: list[Message], tools: list[dict[str, Any]], *, generation_prompt: bool = False) -> str:
         """The text of `messages`."""
         return self._tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=False, add_generation_prompt=generation_prompt, **self._kwargs
+            self._shown(messages),
+            tools=tools or None,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **self._kwargs,
         )
+
+    def _shown(self, messages: list[Message]) -> list[Message]:
+        """The messages in the form that the template takes."""
+        return messages
 
     def _check_plain_text(self) -> None:
         turns = [{"role": "user", "content": "probe_question"}, {"role": "assistant", "content": "probe_answer"}]
@@ -118,7 +134,7 @@ class ChatTemplate:
 
     def _marked_turns(self, template: str, conversation: Conversation) -> tuple[str, list[Span]]:
         (text,), (spans,) = render_jinja_template(
-            conversations=[conversation.messages],
+            conversations=[self._shown(conversation.messages)],
             tools=conversation.tools or None,
             chat_template=template,
             return_assistant_tokens_mask=True,
@@ -184,7 +200,7 @@ class ChatTemplate:
             f"{{% generation %}}. Rendered: {text[:200]!r}"
         )
 
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+    def _tokenize(self, texts: list[str], conversation: Conversation) -> list[list[int]]:
         return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
 

@@ -1,9 +1,10 @@
 """Rows of alpaca and sharegpt data as conversations in the form that chat templates take."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from megatrain_verl.sft.images import ImageSource, find_images
 from megatrain_verl.sft.registry import DatasetEntry
 
 Message = dict[str, Any]
@@ -15,10 +16,13 @@ class UnusableRow(Exception):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages with "role" and "content" (and "tool_calls"), and the tools' JSON schemas."""
+    """Messages with "role" and "content" (and "tool_calls"), the tools' JSON schemas, and images for the messages'
+    `<image>` marks.
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]]
+    images: list[ImageSource] = field(default_factory=list)
 
 
 def to_conversation(
@@ -43,7 +47,9 @@ def to_conversation(
         raise UnusableRow("the first turn is an assistant turn")
     if messages[-1]["role"] != "assistant":
         raise UnusableRow("the last turn is not an assistant turn")
-    return Conversation(messages, _tools(row, columns["tools"]) if "tools" in columns else [])
+    tools = _tools(row, columns["tools"]) if "tools" in columns else []
+    images = find_images(row.get(columns["images"]), entry.image_folder) if "images" in columns else []
+    return Conversation(messages, tools, images)
 
 
 def _alpaca(row: dict[str, Any], columns: dict[str, str]) -> list[Message]:

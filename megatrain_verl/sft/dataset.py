@@ -18,7 +18,9 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from megatrain_verl.packing import first_fit_decreasing
 from megatrain_verl.sft import mixture
 from megatrain_verl.sft.encoding import EncodedRows, RowSettings, encode_dataset
+from megatrain_verl.sft.image_template import pixel_inputs
 from megatrain_verl.sft.registry import DatasetEntry, find_datasets
+from megatrain_verl.streaming.images import join_images
 
 PARTS = ("all", "train", "held_out")
 
@@ -52,11 +54,13 @@ class ChatDataset(Dataset):
         folder, settings = folder_of(config), row_settings(config)
         entries = [_entry(name, folder) for name in names]
         self._names = [entry.name for entry in entries]
-        self._sources = [_encoded(json.dumps(name), folder, tokenizer, settings) for name in names]
+        self._sources = [_encoded(json.dumps(name), folder, tokenizer, processor, settings) for name in names]
         rows = _part([source.rows for source in self._sources], entries, part, config)
         rows = rows.select(range(min(max_samples, len(rows)))) if max_samples > 0 else rows
         lengths = np.asarray(rows.with_format("numpy")["length"][:])
         self._rows = rows.with_format("torch", columns=["input_ids", "loss_mask"])
+        self._processor = processor
+        self._images = None if processor is None else rows.select_columns(["text", "images"])
         self.packs: list[list[int]] | None = None
         if config.packing and part == "train":
             self.packs = first_fit_decreasing(lengths.tolist(), config.max_token_len_per_gpu)
@@ -67,13 +71,25 @@ class ChatDataset(Dataset):
         return len(self._rows) if self.packs is None else len(self.packs)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`input_ids`, `position_ids` and `loss_mask` of one row or pack, each (L,) int64."""
-        rows = [self._rows[row] for row in ([index] if self.packs is None else self.packs[index])]
+        """`input_ids`, `position_ids` and `loss_mask` of one row or pack, each (L,) int64.
+
+        Of a model that takes images also `multi_modal_inputs`: pixels and sizes of the images, empty without.
+        """
+        numbers = [index] if self.packs is None else self.packs[index]
+        rows = [self._rows[number] for number in numbers]
         return {
             "input_ids": torch.cat([row["input_ids"] for row in rows]),
             "position_ids": torch.cat([torch.arange(len(row["input_ids"])) for row in rows]),
             "loss_mask": torch.cat([row["loss_mask"] for row in rows]),
+            **self._pixels(numbers),
         }
+
+    def _pixels(self, numbers: list[int]) -> dict[str, dict[str, Tensor]]:
+        if self._images is None:
+            return {}
+        rows = (self._images[number] for number in numbers)
+        inputs = [pixel_inputs(self._processor, row["text"], row["images"]) for row in rows if row["images"]]
+        return {"multi_modal_inputs": join_images(inputs) or {}}
 
     def description(self) -> list[dict[str, Any]]:
         """Of each data set its name, and the counts of `Report.counts` before any are held out or mixed."""
@@ -123,5 +139,11 @@ def _entry(name: str | Mapping[str, Any], folder: Path) -> DatasetEntry:
 
 
 @functools.lru_cache(maxsize=8)  # a held-out part is of the same rows as what it is taken from
-def _encoded(name: str, folder: Path, tokenizer: PreTrainedTokenizerBase, settings: RowSettings) -> EncodedRows:
-    return encode_dataset(_entry(json.loads(name), folder), tokenizer, settings)
+def _encoded(
+    name: str,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: ProcessorMixin | None,
+    settings: RowSettings,
+) -> EncodedRows:
+    return encode_dataset(_entry(json.loads(name), folder), tokenizer, settings, processor)

@@ -10,11 +10,13 @@ from typing import TextIO
 
 import datasets
 from datasets.arrow_writer import ArrowWriter
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from megatrain_verl.sft.chat_template import ChatTemplate, Encoded
 from megatrain_verl.sft.conversations import UnusableRow, to_conversation
 from megatrain_verl.sft.data_files import read_rows
+from megatrain_verl.sft.image_template import ImageTemplate, processor_of
+from megatrain_verl.sft.images import FEATURE
 from megatrain_verl.sft.registry import DatasetEntry
 
 TRUNCATIONS = ("drop", "error", "right")
@@ -26,6 +28,7 @@ FEATURES = datasets.Features(
         "length": datasets.Value("int32"),
     }
 )
+IMAGE_FEATURES = {"text": datasets.Value("string"), "images": FEATURE}
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,10 @@ class RowSettings:
         if self.max_samples is not None and self.max_samples < 1:
             raise ValueError(f"data.max_samples must be a number of rows or null, got {self.max_samples}")
 
-    def template(self, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-        """The tokenizer's chat template with these settings."""
-        return ChatTemplate(tokenizer, train_on_prompt=self.train_on_prompt, **json.loads(self.template_variables))
+    def template(self, tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin | None = None) -> ChatTemplate:
+        """The chat template with these settings: the processor's, of a model that takes images, or the tokenizer's."""
+        kwargs = {"train_on_prompt": self.train_on_prompt, **json.loads(self.template_variables)}
+        return ChatTemplate(tokenizer, **kwargs) if processor is None else ImageTemplate(processor, **kwargs)
 
     def cut(self, encoded: Encoded) -> Encoded:
         """`encoded` if it is short enough, cut to `max_length` with truncation "right".
@@ -73,7 +77,7 @@ class RowSettings:
             )
         if length > self.max_length and self.truncation == "drop":
             raise UnusableRow(f"longer than data.max_length={self.max_length} tokens")
-        cut = Encoded(encoded.input_ids[: self.max_length], encoded.loss_mask[: self.max_length])
+        cut = encoded.cut(self.max_length)
         if not any(cut.loss_mask):
             raise UnusableRow(f"no assistant turn within data.max_length={self.max_length} tokens")
         return cut
@@ -92,26 +96,33 @@ class EncodedRows:
     report: "Report"
 
 
-def encode_dataset(entry: DatasetEntry, tokenizer: PreTrainedTokenizerBase, settings: RowSettings) -> EncodedRows:
+def encode_dataset(
+    entry: DatasetEntry,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: RowSettings,
+    processor: ProcessorMixin | None = None,
+) -> EncodedRows:
     """Render and tokenize the rows of `entry`; what was dropped is printed with counts by reason.
 
     The tokens are written to a file in Python's temporary folder (TMPDIR), 5 bytes each, which is mapped and then
-    removed: its space is free when the process ends, however it ends.
+    removed: its space is free when the process ends, however it ends. With a `processor` (of a model that takes images)
+    rows have their rendered text and where their images are, too.
 
     Raises:
         ValueError: names the file and row, or the option, that is wrong; also if no row is usable.
     """
-    template = settings.template(tokenizer)
+    template = settings.template(tokenizer, processor_of(entry.name, "images" in entry.columns, tokenizer, processor))
+    features = FEATURES if processor is None else datasets.Features({**FEATURES, **IMAGE_FEATURES})
     report = Report(entry)
     largest, ends = 0, Counter()
     try:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows.arrow"
-            with ArrowWriter(path=str(file), features=FEATURES, writer_batch_size=ROWS_IN_MEMORY) as writer:
+            with ArrowWriter(path=str(file), features=features, writer_batch_size=ROWS_IN_MEMORY) as writer:
                 for encoded in usable_rows(entry, template, settings, report):
                     largest = max(largest, max(encoded.input_ids))
                     ends[encoded.input_ids[_last_trained(encoded)]] += 1
-                    writer.write({**vars(encoded), "length": len(encoded.input_ids)})
+                    writer.write(encoded.columns())
                 report.check_some_left()
                 writer.finalize()
             rows = datasets.Dataset.from_file(str(file))

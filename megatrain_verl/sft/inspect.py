@@ -18,12 +18,14 @@ import numpy as np
 from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from verl.utils import hf_processor
 
 from megatrain_verl.sft import options, search_path
 from megatrain_verl.sft.chat_template import Encoded
 from megatrain_verl.sft.dataset import folder_of, row_settings
 from megatrain_verl.sft.encoding import Report, usable_rows
+from megatrain_verl.sft.image_template import processor_of
 from megatrain_verl.sft.registry import find_datasets
 
 TRAINED, MASKED, RESET = "\033[32m", "\033[2m", "\033[0m"
@@ -44,14 +46,21 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_intermixed_args(arguments)
     try:
         config = _config(given)
-        tokenizer = _tokenizer(config.model)
+        tokenizer, processor = _tokenizer(config.model), hf_processor(os.path.expanduser(config.model.path))
         for name in options.names(config.data.dataset):
-            show(name, tokenizer, config.data, given.rows, sys.stdout)
+            show(name, tokenizer, config.data, given.rows, sys.stdout, processor)
     except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {error}")
 
 
-def show(name: str | dict, tokenizer: PreTrainedTokenizerBase, data: DictConfig, rows: int, output: TextIO) -> None:
+def show(
+    name: str | dict,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DictConfig,
+    rows: int,
+    output: TextIO,
+    processor: ProcessorMixin | None = None,
+) -> None:
     """Write the first `rows` usable rows of data set `name`, and figures of all, to `output`.
 
     Raises:
@@ -59,7 +68,8 @@ def show(name: str | dict, tokenizer: PreTrainedTokenizerBase, data: DictConfig,
     """
     (entry,) = find_datasets([name], folder_of(data))
     settings, report = row_settings(data), Report(entry)
-    usable = usable_rows(entry, settings.template(tokenizer), settings, report)
+    template = settings.template(tokenizer, processor_of(entry.name, "images" in entry.columns, tokenizer, processor))
+    usable = usable_rows(entry, template, settings, report)
     colour = output.isatty() and not os.environ.get("NO_COLOR")
     lengths: list[tuple[int, int]] = []
     for number, encoded in enumerate(usable, start=1):

@@ -66,7 +66,10 @@ def check_model(config: DictConfig, hf_config: PretrainedConfig) -> None:
     check_available(engine.attn_implementation, engine.dtype, config.trainer.device)
     limit, name = engine.max_seq_len, "engine.max_seq_len"
     if limit is None:
-        limit, name = getattr(hf_config, "max_position_embeddings", None), "the model's max_position_embeddings"
+        limit, name = (
+            getattr(hf_config.get_text_config(), "max_position_embeddings", None),
+            "the model's max_position_embeddings",
+        )
     if limit is not None and config.data.max_length > limit:
         raise ValueError(
             f"data.max_length={config.data.max_length} exceeds {name}={limit}; set data.max_length={limit}"

@@ -28,12 +28,11 @@ KEYS = (
     "cloud_file_name",
 )
 COLUMNS = {
-    "alpaca": ("prompt", "query", "response", "history", "system", "tools"),
-    "sharegpt": ("messages", "system", "tools"),
-    "openai": ("messages", "system", "tools"),
+    "alpaca": ("prompt", "query", "response", "history", "system", "tools", "images"),
+    "sharegpt": ("messages", "system", "tools", "images"),
+    "openai": ("messages", "system", "tools", "images"),
 }
-OTHER_COLUMNS = {  # LLaMA-Factory's, of data that is not chat in text
-    "images": "images",
+OTHER_COLUMNS = {  # LLaMA-Factory's, of data that is not chat in text and images
     "videos": "videos",
     "audios": "audio",
     "chosen": "preference data",
@@ -73,7 +72,8 @@ class DatasetEntry:
     """One data set: `columns` maps the format's names to the file's, `tags` the names inside a message.
 
     `optional_columns` are read where the rows have them. Rows come from `file` (a file or folder), or from the hub's
-    `hub_name` if that is set; `subset`, `folder` and `revision` are the hub's.
+    `hub_name` if that is set; `subset`, `folder` and `revision` are the hub's. Relative paths of images start in
+    `image_folder`.
     """
 
     name: str
@@ -88,6 +88,7 @@ class DatasetEntry:
     folder: str | None = None
     revision: str | None = None
     num_samples: int | None = None
+    image_folder: Path = Path()
 
     @property
     def source(self) -> str:
@@ -156,6 +157,7 @@ def _entry(name: str, entry: Any, folder: Path, where: str) -> DatasetEntry:
         tags=TAGS | (OPENAI_TAGS if formatting == "openai" else {}) | tags,
         split=_text(entry, "split", where) or "train",
         num_samples=_num_samples(entry, where),
+        image_folder=folder,
     )
 
 

@@ -5,6 +5,7 @@ The text is that of the Hermes and Qwen2.5 templates, so a rollout with verl's `
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -63,7 +64,7 @@ def as_text(conversation: Conversation) -> Conversation:
             messages[0]["content"] += f"\n\n{tools}"
         else:
             messages.insert(0, {"role": "system", "content": tools})
-    return Conversation(messages, [])
+    return replace(conversation, messages=messages, tools=[])
 
 
 def _call(call: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
 from megatrain_verl.streaming import attention_kernels
 from megatrain_verl.streaming.attention_kernels import Features
@@ -23,6 +23,7 @@ COMPUTES = {
     "s_aux": ("eager", "flex_attention"),
     "softcap": ("eager", "flex_attention", "flash_attention_2"),
     "dropout": ("eager", "sdpa", "flash_attention_2"),
+    "image_blocks": ("eager", "flex_attention", "sdpa"),
 }
 
 
@@ -73,11 +74,13 @@ class MaskKind:
 class RowMask:
     """A token attends to earlier tokens of its row in `rows`, itself included, to at most `window` of them.
 
-    Without `rows` the batch dimension separates the rows.
+    Without `rows` the batch dimension separates the rows. `image_blocks` (T,) int: the tokens of a row with the same
+    number from 0 on attend to all of each other, too.
     """
 
     rows: RowLayout | None
     window: int | None = None
+    image_blocks: Tensor | None = None
     # What kernels that need a mask on the device keep between the layers of a micro-batch.
     cache: dict[str, object] = field(default_factory=dict)
 
@@ -85,6 +88,12 @@ class RowMask:
 def register() -> None:
     """Make `packed_attention` known to transformers under `NAME`."""
     AttentionInterface.register(NAME, packed_attention)
+
+
+def of_parts(config: PretrainedConfig) -> dict[str, str]:
+    """The attention implementation of each part of a model: this one for the language model, torch's for an encoder."""
+    parts = {name: NAME for name in ("", "text_config")}
+    return parts | {name: "sdpa" for name in getattr(config, "sub_configs", {}) if name != "text_config"}
 
 
 def check_available(implementation: str, dtype: str, device: str) -> None:
@@ -144,7 +153,8 @@ def packed_attention(
     if rows is None:
         attend = attention_kernels.sdpa if softcap is None and s_aux is None else attention_kernels.eager
         return attend(query, key, value, attention_mask.window, features).transpose(1, 2), None
-    if rows.equal_rows and attention_mask.window is None and softcap is None and s_aux is None:
+    plain = attention_mask.window is None and attention_mask.image_blocks is None and softcap is None and s_aux is None
+    if rows.equal_rows and plain:
         if rows.implementation in ("auto", "sdpa"):
             # The only path that is compiled together with its layer: a compiled layer runs 3 to 15% faster for it.
             return _equal_rows(query, key, value, rows.equal_rows, features), None
@@ -160,23 +170,26 @@ def _equal_rows(query: Tensor, key: Tensor, value: Tensor, count: int, features:
 def _uncompiled_rows(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: RowMask, features: Features
 ) -> Tensor:
-    kernel = _choose_kernel(query, mask.rows.implementation, features)
-    for name in features.used():
+    kernel = _choose_kernel(query, mask, features)
+    for name in [*features.used(), *(["image_blocks"] if mask.image_blocks is not None else [])]:
         _check_computes(kernel, name, module)
     if kernel in ("sdpa", "eager"):
         attend = attention_kernels.sdpa if kernel == "sdpa" else attention_kernels.eager
-        parts = zip(*(tensor.split(mask.rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
-        return torch.cat([attend(*part, mask.window, features).transpose(1, 2) for part in parts], dim=1)
+        lengths = mask.rows.lengths
+        blocks = [None] * len(lengths) if mask.image_blocks is None else mask.image_blocks.split(lengths)
+        parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), blocks, strict=True)
+        attended = [attend(*part, mask.window, features, block).transpose(1, 2) for *part, block in parts]
+        return torch.cat(attended, dim=1)
     return getattr(attention_kernels, kernel)(query, key, value, mask, features)
 
 
-def _choose_kernel(query: Tensor, implementation: str, features: Features) -> str:
-    if implementation != "auto":
-        return implementation
+def _choose_kernel(query: Tensor, mask: RowMask, features: Features) -> str:
+    if mask.rows.implementation != "auto":
+        return mask.rows.implementation
     plain = features.s_aux is None and features.softcap is None
     if features.dropout > 0 or query.device.type == "cpu" or query.dtype != torch.bfloat16:
         return "sdpa" if plain else "eager"
-    if not plain:
+    if not plain or mask.image_blocks is not None:
         return "flex_attention"
     return "flash_attention_2" if importlib.util.find_spec("flash_attn") else "varlen"
 

@@ -36,9 +36,18 @@ class Features:
         return [name for name, is_used in used.items() if is_used]
 
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None, features: Features) -> Tensor:
-    """torch's scaled dot product attention; a window as a mask."""
-    mask = _mask(query.shape[2], window, query.device) if window is not None and window < query.shape[2] else None
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    features: Features,
+    image_blocks: Tensor | None = None,
+) -> Tensor:
+    """torch's scaled dot product attention; a window or blocks of images as a mask."""
+    mask, length = None, query.shape[2]
+    if image_blocks is not None or (window is not None and window < length):
+        mask = _mask(length, window, query.device, image_blocks)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -51,14 +60,21 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None, features
     )
 
 
-def eager(query: Tensor, key: Tensor, value: Tensor, window: int | None, features: Features) -> Tensor:
+def eager(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    features: Features,
+    image_blocks: Tensor | None = None,
+) -> Tensor:
     """Everything, step by step, with T x T scores per head in float32."""
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     scores = (query @ key.transpose(2, 3)).float() * features.scaling
     if features.softcap is not None:
         scores = features.softcap * torch.tanh(scores / features.softcap)
-    scores = scores.masked_fill(~_mask(query.shape[2], window, query.device), float("-inf"))
+    scores = scores.masked_fill(~_mask(query.shape[2], window, query.device, image_blocks), float("-inf"))
     if features.s_aux is not None:
         sinks = features.s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)
@@ -136,20 +152,26 @@ def _block_mask(mask: "RowMask", tokens: int, device: torch.device) -> "BlockMas
 
     if "block_mask" not in mask.cache:
         row = torch.repeat_interleave(torch.tensor(mask.rows.lengths)).to(device)
-        window = tokens if mask.window is None else mask.window
+        window, blocks = tokens if mask.window is None else mask.window, mask.image_blocks
 
         def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (query >= key) & (query - key < window) & (row[query] == row[key])
+            seen = (query >= key) & (query - key < window)
+            if blocks is not None:
+                seen |= (blocks[query] == blocks[key]) & (blocks[query] >= 0)
+            return seen & (row[query] == row[key])
 
         mask.cache["block_mask"] = create_block_mask(allowed, None, None, tokens, tokens, device=str(device))
     return mask.cache["block_mask"]
 
 
-def _mask(length: int, window: int | None, device: torch.device) -> Tensor:
+def _mask(length: int, window: int | None, device: torch.device, image_blocks: Tensor | None = None) -> Tensor:
     """(length, length) bool: may query (row) see key (column)?"""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < (length if window is None else window))
+    seen = (distance >= 0) & (distance < (length if window is None else window))
+    if image_blocks is not None:
+        seen |= (image_blocks[:, None] == image_blocks[None, :]) & (image_blocks[:, None] >= 0)
+    return seen
 
 
 def _left(mask: "RowMask") -> int:

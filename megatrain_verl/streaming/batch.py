@@ -12,11 +12,14 @@ class MicroBatch:
 
     Attributes:
         input_ids: (T,) int64.
-        position_ids: (T,) int64, honoured as given.
+        position_ids: (T,) int64, honoured as given; (4, T) of a model with M-RoPE: text positions, and those in time,
+            height and width (with (T,) they come from the model's own function).
         row_lengths: tokens per row; they sum to T.
         temperature: logits are divided by it; one number, or one per row (R,).
         score_mask: (T,) bool, True where the log-prob of the next token of the same row is wanted. None: everywhere
             but at each row's last token, which has no next token and is never scored.
+        images: what the model's `get_image_features` takes of the images of all rows, in the order of their tokens:
+            "pixel_values" and, by family, "image_grid_thw" or "image_sizes". None: no images.
 
     Raises:
         ValueError: shapes that do not agree, an empty row, or a temperature that is not positive.
@@ -27,12 +30,13 @@ class MicroBatch:
     row_lengths: list[int]
     temperature: float | Tensor = 1.0
     score_mask: Tensor | None = None
+    images: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         tokens = self.input_ids.shape[0]
-        if self.input_ids.dim() != 1 or self.position_ids.shape != self.input_ids.shape:
+        if self.input_ids.dim() != 1 or self.position_ids.shape not in ((tokens,), (4, tokens)):
             raise ValueError(
-                f"input_ids and position_ids must both be (T,), got {tuple(self.input_ids.shape)} and "
+                f"input_ids must be (T,), position_ids (T,) or (4, T), got {tuple(self.input_ids.shape)} and "
                 f"{tuple(self.position_ids.shape)}"
             )
         if sum(self.row_lengths) != tokens or min(self.row_lengths, default=0) < 1:

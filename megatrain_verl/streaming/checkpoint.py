@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megatrain_verl.streaming.atomic_folder import atomic_folder, check_disk_space, restore_replaced
 from megatrain_verl.streaming.host_store import SPLIT_CHUNK, ParameterState, UnitState, arena_elements
 from megatrain_verl.streaming.master_weights import join_master, split_master
-from megatrain_verl.streaming.model_plan import ModelPlan
+from megatrain_verl.streaming.model_plan import ModelPlan, model_class
 from megatrain_verl.streaming.quantised_weights import without_quantization
 
 FORMAT_VERSION = 1
@@ -134,7 +134,7 @@ def export_pretrained(
             dtype = next(iter(tensors.values())).dtype
         _name_shards(partial, shards, total)
         exported = without_quantization(config)
-        exported.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        exported.architectures = [model_class(config)._model_mapping[type(config)].__name__]
         exported.dtype = dtype
         exported.save_pretrained(partial)
 

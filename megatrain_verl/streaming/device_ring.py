@@ -3,7 +3,8 @@
 Layer i always goes to layer slot i mod S. With two slots, one is computed with while the other is filled. The last S
 layers of the forward pass are still there when the backward pass comes to them, and with one slot per layer nothing is
 sent twice while the weights stay the same. One more slot holds the embedding at the start of the forward pass and the
-head at its end (for tied models both at once). Nothing is unflattened or copied on the device.
+head at its end (for tied models both at once); the encoder of images is in it before the embedding, and its projector
+in a slot of its own. Nothing is unflattened or copied on the device.
 
 `compact` slots save that last one: it lies over the layer slots, and embedding, layers and head use the memory in turn.
 """
@@ -14,11 +15,13 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from megatrain_verl.streaming import unpacked_rows
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.model_units import UnitPlan
 from megatrain_verl.streaming.streams import Event, Streams
+from megatrain_verl.streaming.vision_plan import bind_vision
 
 
 @dataclass
@@ -58,42 +61,48 @@ class DeviceRing:
     ) -> None:
         self._streams, self._counters = streams, counters
         largest = max(unit.numel for unit in plan.layers)
-        edge = max(plan.embedding.numel, plan.head.numel)
 
-        layers = num_layer_slots * largest
+        sizes = dict(plan.slot_sizes)
+        layers, edge = num_layer_slots * largest, sizes.pop("edge")
         memory = torch.zeros(max(layers, edge) if compact else layers + edge, dtype=dtype, device=device)
-        self._memory = memory
         parts = memory[:layers].split(largest)
         self.layer_slots = [Slot(f"layer slot {index}", part) for index, part in enumerate(parts)]
-        self._edge_slot = Slot("edge slot", memory[:edge] if compact else memory[layers:])
+        edge_slot = Slot("edge slot", memory[:edge] if compact else memory[layers:])
         if compact:
-            self._edge_slot.overlapping = self.layer_slots
+            edge_slot.overlapping = self.layer_slots
             for slot in self.layer_slots:
-                slot.overlapping = [self._edge_slot]
-        self._slots = {unit.name: self.layer_slots[i % num_layer_slots] for i, unit in enumerate(plan.layers)}
+                slot.overlapping = [edge_slot]
+        others = {"edge": edge_slot}
+        for name, numel in sizes.items():
+            others[name] = Slot(f"{name} slot", torch.zeros(numel, dtype=dtype, device=device))
+        self._slots = {unit.name: others[unit.slot] for unit in plan.units}
+        self._slots |= {unit.name: self.layer_slots[i % num_layer_slots] for i, unit in enumerate(plan.layers)}
+        self._all_slots = [*self.layer_slots, *others.values()]
         # A layer's spans are the same in every layer of its structure group, so any layer of the group will do.
         self._templates: dict[tuple[int, str], nn.Module] = {}
         for unit in plan.layers:
             key = (unit.structure, self._slots[unit.name].name)
             if key not in self._templates:
                 self._templates[key] = bind(plan.structures[unit.structure], unit, self._slots[unit.name].buffer)
-                if plan.router_loss is not None:
-                    plan.router_loss.record(self._templates[key])
-        head_views = views(plan.head, self._edge_slot.buffer)
+        head_views = views(plan.head, self.slot(plan.head).buffer)
         self.norm = copy.deepcopy(plan.norm)
         self.norm.weight = nn.Parameter(head_views["norm.weight"], requires_grad=plan.norm.weight.requires_grad)
-        self.embedding_weight = views(plan.embedding, self._edge_slot.buffer)["embed_tokens.weight"]
+        self.embedding_weight = views(plan.embedding, self.slot(plan.embedding).buffer)["embed_tokens.weight"]
         self.head_weight = self.embedding_weight if plan.tied else head_views["lm_head.weight"]
+        self.vision: PreTrainedModel | None = None
+        if plan.vision is not None:
+            buffers = {unit.name: self.slot(unit).buffer for unit in plan.vision.units}
+            self.vision = bind_vision(plan.vision, buffers, device)
 
     def train(self, mode: bool) -> None:
-        """Put the templates in training or evaluation mode."""
-        for template in self._templates.values():
-            template.train(mode)
+        """Put the templates and the vision part in training or evaluation mode."""
+        for module in (*self._templates.values(), *([] if self.vision is None else [self.vision])):
+            module.train(mode)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self._memory.nbytes
+        return sum(storage.nbytes() for storage in {slot.buffer.untyped_storage() for slot in self._all_slots})
 
     def disjoint(self, one: UnitPlan, other: UnitPlan) -> bool:
         """Whether the weights of both may be on the device at the same time."""
@@ -102,7 +111,7 @@ class DeviceRing:
 
     def slot(self, unit: UnitPlan) -> Slot:
         """Where the weights of `unit` go."""
-        return self._slots.get(unit.name, self._edge_slot)
+        return self._slots[unit.name]
 
     def load(self, unit: UnitPlan, source: Tensor) -> None:
         """Start the transfer of `source` (host arena of `unit`) into its slot; nothing if it is already there."""
@@ -136,7 +145,7 @@ class DeviceRing:
 
     def forget(self) -> None:
         """The weights on the host have changed: what the slots hold is of no use any more."""
-        for slot in (*self.layer_slots, self._edge_slot):
+        for slot in self._all_slots:
             slot.unit = None
 
 

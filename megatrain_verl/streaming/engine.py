@@ -32,6 +32,7 @@ from megatrain_verl.streaming.gradients import GradientPath
 from megatrain_verl.streaming.group.group import ALONE, Group
 from megatrain_verl.streaming.host_adamw import HostAdamW
 from megatrain_verl.streaming.host_store import DTYPES, ParameterState, UnitState
+from megatrain_verl.streaming.image_positions import check_images
 from megatrain_verl.streaming.layer_arguments import DecoderSkeleton
 from megatrain_verl.streaming.layer_major import DeviceFunctions, LayerMajorPass, LossFunction
 from megatrain_verl.streaming.model_plan import plan_model
@@ -94,7 +95,6 @@ class StreamingEngine:
         self._keeps_reference, self._reads_reference = keep_reference, False
         self._adamw_config = optimizer
         self.step_count = 0
-        self.router_loss: Tensor | float = 0.0  # of the last forward_backward, () float32; see `router_loss.py`
         self._calls = 0  # forward_backward calls since the gradients were zeroed
         if trainable:
             self.adamw_backend = adamw.backend  # the host kernel in use: native, deepspeed or torch
@@ -130,7 +130,7 @@ class StreamingEngine:
         sum_pi_squared: bool = False,
         next_lr: float | None = None,
     ) -> list[TokenOutputs]:
-        """Add the gradient of `router_loss` and the sum over i of `loss_fn(i, outputs_i)`; returns the outputs, detached.
+        """Add the gradient of the sum over i of `loss_fn(i, outputs_i)`; returns the outputs, detached.
 
         `loss_fn` gets the number of a micro-batch and its outputs, whose `log_probs` and `entropy` require gradient,
         and returns a scalar. It is called once per micro-batch, in order. A loss that requires no gradient adds none.
@@ -157,14 +157,12 @@ class StreamingEngine:
                 self._gradients.begin_wave(first=number == 1, last=last, on_landing=self._updates.ahead)
                 inputs, interval = self._activation_store(wave, plan), self.config.checkpoint_interval
                 scores = {"entropy": entropy, "sum_pi_squared": sum_pi_squared}
-                share = plan.share(number - 1, micro_batches)
-                run.forward_backward(loss_fn, self._gradients, inputs, plan, interval, share, **scores)
+                run.forward_backward(loss_fn, self._gradients, inputs, plan, interval, **scores)
                 self._gradients.end_wave()
                 runs.append(run)
                 if last or inputs.spilled_bytes:  # the next wave spills to the same host memory
                     self.streams.host_wait(self.streams.compute.record(), "outputs computed")
             self._gradients.end_call()
-            self.router_loss = sum(run.router_loss() for run in runs)
             self.planner.saved_bytes_per_token = run.saved_bytes_per_token()
             self._calls += 1
         return [output for run in runs for output in run.outputs]
@@ -174,7 +172,8 @@ class StreamingEngine:
     ) -> LayerMajorPass:
         self.acquire_device(layer_slots)
         self._ring.train(training)
-        settings = (self._skeleton, self.plan.masks, DTYPES[self.config.dtype], self.config.attn_implementation)
+        parts = (self._skeleton, self.plan.masks, self.plan.vision)
+        settings = (*parts, DTYPES[self.config.dtype], self.config.attn_implementation)
         return LayerMajorPass(
             self.plan,
             self.state,
@@ -187,6 +186,7 @@ class StreamingEngine:
             first,
             (self.config.seed, self.step_count, self._calls) if training and self.plan.has_dropout() else None,
             self.device,
+            [m for m, batch in enumerate(micro_batches) if batch.images is not None],
         )
 
     def _activation_store(self, micro_batches: list[MicroBatch], plan: PassPlan) -> ActivationStore:
@@ -209,6 +209,7 @@ class StreamingEngine:
     def _check(self, micro_batches: list[MicroBatch]) -> None:
         limit = self.config.max_seq_len or self.plan.config.get_text_config().max_position_embeddings
         check_micro_batches(micro_batches, limit, self.plan.vocab_size)
+        check_images(micro_batches, self.plan.vision)
 
     def _weights_changed(self) -> None:
         if self._adamw_config is not None:

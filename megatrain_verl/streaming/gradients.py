@@ -96,8 +96,8 @@ class GradientPath:
     def acquire_device(self, device: str, resident: bool, compact: bool = False) -> None:
         """Allocate the float32 accumulators and a staging buffer, unless they are there.
 
-        With `resident` one accumulator per unit, else two for the layers, and one for embedding and head in turn, which
-        lies over the layers' if `compact`.
+        With `resident` one accumulator per unit, else two for the layers, and one for each slot of the others, of which
+        that of embedding and head lies over the layers' if `compact`.
         """
         if self._on_device and self._resident == resident:
             return
@@ -106,16 +106,16 @@ class GradientPath:
             self.release_device()
         self._resident = resident
         largest = max(unit.trained for unit in self._plan.layers)
-        edge = max(self._plan.embedding.trained, self._plan.head.trained)
+        sizes = self._plan.trained_slot_sizes
         if resident:
             self._accumulators = {
                 unit.name: Accumulator("resident accumulator", torch.zeros(unit.trained, device=device))
                 for unit in self._plan.units
             }
         else:
-            self._accumulators = _used_in_turn(largest, edge, device, compact)
+            self._accumulators = _used_in_turn(largest, dict(sizes), device, compact)
         dtype = self._state.grad_dtype
-        converted = 0 if dtype is torch.float32 else min(STAGING_ELEMENTS, max(largest, edge))
+        converted = 0 if dtype is torch.float32 else min(STAGING_ELEMENTS, max(largest, *sizes.values()))
         self._staging = torch.empty(converted, dtype=dtype, device=device)
         self._squares = torch.zeros(len(self._state.units), dtype=torch.float64, device=device)
         self._register = device == "cuda"
@@ -224,7 +224,7 @@ class GradientPath:
         if self._resident:
             return self._accumulators[unit.plan.name]
         if unit.plan.structure is None:
-            return self._accumulators["edge"]
+            return self._accumulators[unit.plan.slot]
         self._visits += 1
         return self._accumulators[f"layer {self._visits % 2}"]
 
@@ -278,8 +278,9 @@ class GradientPath:
         return self._slabs
 
 
-def _used_in_turn(layer: int, edge: int, device: str, compact: bool) -> dict[str, Accumulator]:
-    """Two accumulators of `layer` elements and one of `edge` elements, `compact`ly in the memory of the two."""
+def _used_in_turn(layer: int, others: dict[str, int], device: str, compact: bool) -> dict[str, Accumulator]:
+    """Two accumulators of `layer` elements and one of each size in `others`; `compact`: "edge" lies over the two."""
+    edge = others.pop("edge")
     memory = torch.zeros(max(2 * layer, edge) if compact else 2 * layer + edge, device=device)
     layers = [Accumulator(f"layer {index} accumulator", memory[index * layer :][:layer]) for index in range(2)]
     last = Accumulator("edge accumulator", memory[:edge] if compact else memory[2 * layer :])
@@ -287,7 +288,8 @@ def _used_in_turn(layer: int, edge: int, device: str, compact: bool) -> dict[str
         last.overlapping = layers
         for accumulator in layers:
             accumulator.overlapping = [last]
-    return {"layer 0": layers[0], "layer 1": layers[1], "edge": last}
+    rest = {name: Accumulator(f"{name} accumulator", torch.zeros(size, device=device)) for name, size in others.items()}
+    return {"layer 0": layers[0], "layer 1": layers[1], "edge": last, **rest}
 
 
 def _sum_of_squares(gradient: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ from megatrain_verl.streaming.gradients import Accumulator, GradientPath, gradie
 from megatrain_verl.streaming.host_store import ParameterState, UnitState
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.pass_plan import PassPlan
-from megatrain_verl.streaming.router_loss import RouterBalance
 from megatrain_verl.streaming.streams import Streams
 from megatrain_verl.streaming.token_head import TokenHead
+from megatrain_verl.streaming.vision_pass import VisionPass
 
 LossFunction = Callable[[int, TokenOutputs], Tensor]
 
@@ -54,6 +54,7 @@ class LayerMajorPass:
         first: number of the first micro-batch in its step.
         dropout_key: names the dropout masks of this pass, see `dropout_seed`; None where nothing is drawn.
         device: "cuda" or "cpu".
+        with_images: which micro-batches have images.
     """
 
     def __init__(
@@ -69,31 +70,31 @@ class LayerMajorPass:
         first: int,
         dropout_key: tuple[int, int, int] | None,
         device: str,
+        with_images: list[int],
     ) -> None:
         self._tied, self._streams, self._ring, self._token_head = plan.tied, streams, ring, head
         self._functions, self._load, self._prepare = functions, load, prepare
         self._dropout_key, self._device = dropout_key, device
         self._padding_idx, self._embedding_scale = plan.padding_idx, plan.embedding_scale
-        self._embedding, self._layers = state.units[0], state.units[1 : 1 + len(plan.layers)]
-        self._head = self._embedding if plan.tied else state.units[-1]
+        units = {unit.plan.name: unit for unit in state.units}
+        self._embedding, self._head = units[plan.embedding.name], units[plan.head.name]
+        self._layers = [units[layer.name] for layer in plan.layers]
         self._count, self._first = len(prepare), first
         self._batches: list[DeviceBatch] = []
         self._hidden: list[Tensor | None] = []  # input of the unit that comes next, (1, T, H) per micro-batch
         self._grad: list[Tensor | None] = []  # gradient of the output of the unit that comes next, likewise
-        # Of a kept layer: input; output and router logits with graph.
-        self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
-        self._router_loss, self._balance = plan.router_loss, None
+        self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output of a kept layer, with graph
         self._saved: dict[int, tuple[int, int]] = {}  # layer -> bytes that autograd saved, of so many tokens; on CUDA
         self.outputs: list[TokenOutputs] = []
+        self._vision: VisionPass | None = None
+        if plan.vision is not None:
+            shared = (state, streams, ring, load, self._batches, with_images, first, dropout_key, device)
+            self._vision = VisionPass(plan.vision, *shared)
 
     def saved_bytes_per_token(self) -> float | None:
         """What autograd saves for a layer, of the layer with the most; None where it was not measured."""
         most = max((nbytes / tokens for nbytes, tokens in self._saved.values()), default=0.0)
         return most if most > 0 else None
-
-    def router_loss(self) -> Tensor | float:
-        """() float32, after `forward_backward`; 0 for a model without one."""
-        return 0.0 if self._balance is None else self._balance.loss()
 
     # ----------------------------------------------------------------------------------------------- the order
 
@@ -111,7 +112,6 @@ class LayerMajorPass:
         inputs: ActivationStore,
         plan: PassPlan,
         interval: int,
-        share: float,
         *,
         entropy: bool,
         sum_pi_squared: bool,
@@ -119,10 +119,8 @@ class LayerMajorPass:
         """Append the forward and backward pass; `outputs` fills.
 
         The last `plan.kept_layers` layers keep what their backward needs; of the others every `interval`-th keeps its
-        input. `share` of the tokens of its call are in this pass.
+        input.
         """
-        if self._router_loss is not None:
-            self._balance = RouterBalance(self._router_loss, share, self._device)
         kept_from = len(self._layers) - plan.kept_layers
         visits = backward_visits(len(self._layers), interval, kept_from)
         self._forward(inputs, interval, kept_from)
@@ -161,12 +159,18 @@ class LayerMajorPass:
             edge = gradients.begin(self._embedding)
         self._for_each_micro_batch(self._do_embedding_backward, edge)
         gradients.finish(self._embedding, edge)
+        if self._vision is not None:
+            self._vision.backward(gradients)
 
     def _forward(self, inputs: ActivationStore | None = None, interval: int = 1, kept_from: int = 0) -> None:
         """With `inputs` the passes of training: inputs are kept below layer `kept_from`, graphs from there on."""
-        self._load(self._embedding)
+        if self._vision is None:
+            self._load(self._embedding)
         for prepare in self._prepare:
             self._run(self._do_prepare, prepare)
+        if self._vision is not None:  # the encoder comes first, in the embedding's slot
+            self._vision.forward()
+            self._load(self._embedding)
         self._ring.use(self._embedding.plan)
         self._for_each_micro_batch(self._do_embed)
         if not self._tied:  # a tied matrix stays in its slot until the head has used it
@@ -221,14 +225,12 @@ class LayerMajorPass:
 
     @torch.no_grad()
     def _do_embed(self, m: int) -> None:
-        rows = F.embedding(self._batches[m].input_ids, self._ring.embedding_weight)
-        self._hidden.append(self._scaled(rows)[None])
+        rows = self._scaled(F.embedding(self._batches[m].input_ids, self._ring.embedding_weight))
+        self._hidden.append((rows if self._vision is None else self._vision.do_insert(m, rows))[None])
 
     @torch.no_grad()
     def _do_layer(self, m: int, layer: int, template: nn.Module) -> None:
         self._hidden[m] = self._call(m, layer, template, self._hidden[m])
-        if self._balance is not None:
-            self._balance.add(self._balance.logits(template))
 
     @torch.no_grad()
     def _recomputed(self, m: int, layer: int, template: nn.Module, hidden: Callable[[], Tensor]) -> Tensor:
@@ -236,10 +238,7 @@ class LayerMajorPass:
 
     def _do_kept_layer(self, m: int, layer: int, template: nn.Module) -> None:
         self._call_with_graph(m, layer, template, self._hidden[m])
-        _, output, logits = self._graphs[layer, m]
-        self._hidden[m] = output.detach()
-        if self._balance is not None:
-            self._balance.add(logits)
+        self._hidden[m] = self._graphs[layer, m][1].detach()
 
     def _do_recompute(self, m: int, layer: int, template: nn.Module, hidden: Callable[[], Tensor]) -> None:
         self._call_with_graph(m, layer, template, hidden())
@@ -248,9 +247,7 @@ class LayerMajorPass:
         hidden = hidden.detach().requires_grad_()
         before = torch.cuda.memory_allocated() if self._device == "cuda" else None
         with torch.enable_grad():
-            output = self._call(m, layer, template, hidden)
-        logits = None if self._balance is None else self._balance.logits(template)
-        self._graphs[layer, m] = hidden, output, logits
+            self._graphs[layer, m] = hidden, self._call(m, layer, template, hidden)
         if before is not None:  # known to the host's allocator: nothing waits for the device
             nbytes, tokens = self._saved.get(layer, (0, 0))
             self._saved[layer] = nbytes + torch.cuda.memory_allocated() - before, tokens + hidden.shape[1]
@@ -262,7 +259,8 @@ class LayerMajorPass:
             value = self._layers[layer].buffers[buffer.name].to(self._device, non_blocking=True)
             template.get_submodule(path)._buffers[name] = value
         with seeded(seed, self._device):
-            return self._functions.layer(template, hidden, self._batches[m].layer_arguments[layer])
+            output = self._functions.layer(template, hidden, self._batches[m].layer_arguments[layer])
+        return output if self._vision is None else self._vision.do_add(m, layer, output)
 
     def _do_score(
         self, m: int, entropy: bool, sum_pi_squared: bool, keep: bool = False, argmax: bool = False
@@ -293,13 +291,10 @@ class LayerMajorPass:
     def _do_layer_backward(self, m: int, layer: int, template: nn.Module, accumulator: Accumulator | None) -> None:
         totals = gradient_views(self._layers[layer].plan, accumulator)
         parameters = [template.get_parameter(local) for local in totals]
-        hidden, output, logits = self._graphs.pop((layer, m))
-        outputs, seeds = [output], [self._grad[m]]
-        if logits is not None:
-            with torch.enable_grad():
-                outputs.append(self._balance.part(logits))
-            seeds.append(torch.ones_like(outputs[1]))
-        self._grad[m], *grads = torch.autograd.grad(outputs, [hidden, *parameters], seeds, allow_unused=True)
+        hidden, output = self._graphs.pop((layer, m))
+        if self._vision is not None:
+            self._vision.do_take_output_gradient(m, layer, self._grad[m])
+        self._grad[m], *grads = torch.autograd.grad(output, [hidden, *parameters], self._grad[m], allow_unused=True)
         used = [(total, grad) for total, grad in zip(totals.values(), grads, strict=True) if grad is not None]
         if used:
             self._functions.add(*zip(*used, strict=True))
@@ -307,17 +302,19 @@ class LayerMajorPass:
     @torch.no_grad()
     def _do_embedding_backward(self, m: int, accumulator: Accumulator | None) -> None:
         total = gradient_views(self._embedding.plan, accumulator).get("embed_tokens.weight")
+        ids, grad = self._batches[m].input_ids, self._grad[m][0]
+        self._grad[m] = None
+        if self._vision is not None:
+            grad = self._vision.do_take_embedding_gradient(m, grad)
         if total is None:  # frozen
-            self._grad[m] = None
             return
-        ids, grad = self._batches[m].input_ids, self._scaled(self._grad[m][0]).float()
+        grad = self._scaled(grad).float()
         if self._padding_idx is not None:  # as torch's embedding; a tied matrix keeps the head's part in that row
             grad = grad.masked_fill((ids == self._padding_idx)[:, None], 0.0)
         if self._device == "cuda":  # sorts first: the same bits in every run, where index_add_ adds in any order
             total.index_put_((ids,), grad, accumulate=True)
         else:
             total.index_add_(0, ids, grad)
-        self._grad[m] = None
 
     def _scaled(self, rows: Tensor) -> Tensor:
         if self._embedding_scale == 1:

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from megatrain_verl.streaming import attention
+from megatrain_verl.streaming import attention, vision_plan
 from megatrain_verl.streaming.attention import MaskKind
 from megatrain_verl.streaming.hub_layout import HubLayout
 from megatrain_verl.streaming.layer_arguments import DecoderSkeleton, decoder_of, embedding_scale
 from megatrain_verl.streaming.model_units import UnitPlan, freeze_parameters, plan_buffers, plan_unit
 from megatrain_verl.streaming.quantised_weights import check_quantization
-from megatrain_verl.streaming.router_loss import RouterLoss
+from megatrain_verl.streaming.vision_plan import VisionPlan
 
 # Families whose loss, gradients and updates are compared with plain transformers in tests/. Others differ in places
 # that go wrong silently (soft-caps, embedding scales, masks), so they are refused instead.
@@ -26,23 +26,30 @@ VERIFIED_MODEL_TYPES = (
     "deepseek_v2",
     "deepseek_v3",
     "gemma2",
+    "gemma3",
     "gemma3_text",
     "glm",
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
     "gpt_oss",
+    "internvl",
     "llama",
     "llama4_text",
+    "llava_next",
     "mistral",
     "mixtral",
     "phi3",
     "qwen2",
+    "qwen2_5_vl",
+    "qwen2_vl",
     "qwen3",
+    "qwen3_5",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_vl",
 )
 
 
@@ -62,12 +69,11 @@ class ModelPlan:
     hub: HubLayout
     # The whole decoder on the meta device, whose forward says what its layers get.
     decoder: nn.Module
+    vision: VisionPlan | None = None
     # Rows of the embedding are multiplied by it before the first layer.
     embedding_scale: float = 1.0
     # Logits z become logit_softcap * tanh(z / logit_softcap).
     logit_softcap: float | None = None
-    # The auxiliary loss of a mixture of experts, if the config asks for it.
-    router_loss: RouterLoss | None = None
     # The token whose embedding gets no gradient (Hugging Face models name pad_token_id); None: every token's does.
     padding_idx: int | None = None
     # Names by which checkpoints may also call a parameter (the tied output matrix), not to be loaded or exported.
@@ -79,7 +85,8 @@ class ModelPlan:
 
     @property
     def units(self) -> list[UnitPlan]:
-        return [self.embedding, *self.layers] + ([] if self.tied else [self.head])
+        vision = [] if self.vision is None else self.vision.units
+        return [*vision, self.embedding, *self.layers] + ([] if self.tied else [self.head])
 
     @property
     def masks(self) -> list[MaskKind]:
@@ -98,8 +105,25 @@ class ModelPlan:
 
     @property
     def edge_sizes(self) -> tuple[int, ...]:
-        """Elements of the arenas of embedding and head, with padding."""
+        """Elements of the arenas of embedding, head and vision part, with padding."""
         return tuple(unit.numel for unit in self.units if unit.structure is None)
+
+    @property
+    def slot_sizes(self) -> dict[str, int]:
+        """Elements of each device slot that units other than decoder layers take turns in."""
+        return self._largest_by_slot("numel")
+
+    @property
+    def trained_slot_sizes(self) -> dict[str, int]:
+        """The same of what is trained."""
+        return self._largest_by_slot("trained")
+
+    def _largest_by_slot(self, elements: str) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for unit in self.units:
+            if unit.structure is None:
+                sizes[unit.slot] = max(getattr(unit, elements), sizes.get(unit.slot, 0))
+        return sizes
 
     @property
     def trained_sizes(self) -> tuple[int, ...]:
@@ -134,8 +158,9 @@ class ModelPlan:
         return sum(span.numel for unit in self.units for span in unit.spans)
 
     def has_dropout(self) -> bool:
-        """Whether a decoder layer draws random numbers in training mode."""
-        modules = [module for layer in self.structures for module in layer.modules()]
+        """Whether a decoder layer or the vision part draws random numbers in training mode."""
+        parts = [*self.structures, *([] if self.vision is None else [self.vision.module])]
+        modules = [module for part in parts for module in part.modules()]
         return any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules) or any(
             getattr(module, "attention_dropout", 0.0) for module in modules
         )
@@ -152,12 +177,13 @@ def plan_model(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelPla
     attention.register()
     config = copy.deepcopy(config)  # it will name our attention; the caller's config is what gets exported
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+        model = model_class(config).from_config(config, attn_implementation=attention.of_parts(config))
     freeze_parameters(model, freeze)
     decoder = decoder_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    vision = vision_plan.plan_vision(model.model, names) if vision_plan.has_vision(config) else None
     names |= {id(buffer): name for name, buffer in model.named_buffers()}
-    _refuse_unplanned(model, decoder)
+    _refuse_unplanned(model, decoder, vision)
 
     tied = model.get_output_embeddings().weight is decoder.embed_tokens.weight
     aliases = {"lm_head.weight": names[id(decoder.embed_tokens.weight)]} if tied else {}
@@ -188,13 +214,18 @@ def plan_model(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelPla
         head=planned.get("head", planned["embedding"]),
         norm=decoder.norm,
         decoder=decoder,
+        vision=vision,
         embedding_scale=embedding_scale(model),
         logit_softcap=getattr(config.get_text_config(), "final_logit_softcapping", None),
-        router_loss=RouterLoss.of(model, decoder),
         hub=HubLayout(model, loaded, aliases),
         padding_idx=decoder.embed_tokens.padding_idx,
         aliases=aliases,
     )
+
+
+def model_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """The Auto class of transformers that builds the whole model of `config`."""
+    return AutoModelForImageTextToText if vision_plan.has_vision(config) else AutoModelForCausalLM
 
 
 def check_supported(config: PretrainedConfig) -> None:
@@ -239,11 +270,12 @@ def _plan_unit(unit: str, modules: list[tuple[str, nn.Module]], names: dict[int,
     return plan_unit(unit, parameters, names)
 
 
-def _refuse_unplanned(model: nn.Module, decoder: nn.Module) -> None:
+def _refuse_unplanned(model: nn.Module, decoder: nn.Module, vision: VisionPlan | None) -> None:
     """A model with parameters outside the planned parts would train without them: refuse it by their names."""
     planned = [decoder.embed_tokens, decoder.layers, decoder.norm, model.get_output_embeddings()]
     known = {id(parameter) for part in planned for parameter in part.parameters()}
-    unknown = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
+    seen = {span.name for unit in ([] if vision is None else vision.units) for span in unit.spans}
+    unknown = [name for name, parameter in model.named_parameters() if id(parameter) not in known and name not in seen]
     if unknown:
         raise ValueError(f"{type(model).__name__} has parameters the engine does not stream: {', '.join(unknown[:5])}")
     head = model.get_output_embeddings()

@@ -52,6 +52,8 @@ class UnitPlan:
     structure: int | None = None
     mask: MaskKind = MaskKind()
     buffers: list[BufferPlan] = field(default_factory=list)
+    # Of the others: the device slot and gradient accumulator that they take turns in.
+    slot: str = "edge"
 
     @property
     def trained(self) -> int:

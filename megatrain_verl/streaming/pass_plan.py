@@ -49,11 +49,6 @@ class PassPlan:
         rest = iter(micro_batches)
         return [[next(rest) for _ in range(count)] for count in self.waves]
 
-    def share(self, wave: int, micro_batches: list[MicroBatch]) -> float:
-        """The part of the tokens that a wave has."""
-        tokens = _wave_tokens(self, [batch.num_tokens for batch in micro_batches])
-        return tokens[wave] / sum(tokens)
-
 
 class PassPlanner:
     """Chooses a `PassPlan` for each step.

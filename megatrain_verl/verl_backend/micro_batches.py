@@ -4,34 +4,39 @@ from collections.abc import Mapping
 
 import torch
 from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorData
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
-from verl.utils.model import extract_multi_modal_inputs
 
 from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs
+from megatrain_verl.streaming.images import IMAGE_INPUTS, join_images
 
 LEAST_TEMPERATURE = 1e-8  # verl's FSDP engine clamps there
+# What follows from `IMAGE_INPUTS` and from the token ids, which the engine computes itself.
+FOLLOWING_INPUTS = ("images_seqlens", "mm_token_type_ids", "token_type_ids")
 
 
 def check_batch(data: TensorDict) -> None:
     """Refuse what would be trained wrongly.
 
     Raises:
-        ValueError: a padded or multi-modal batch, or distillation.
+        ValueError: a padded batch, or distillation.
     """
     pad_mode = tu.get_non_tensor_data(data, "pad_mode", DatasetPadMode.NO_PADDING)
     if pad_mode != DatasetPadMode.NO_PADDING or not data["input_ids"].is_nested:
         raise ValueError(f"megatrain takes batches without padding (pad_mode=no_padding), got {pad_mode}")
-    if data["position_ids"].dim() > 2 or extract_multi_modal_inputs(data.get("multi_modal_inputs", [])):
-        raise ValueError("images, video and audio are not supported by megatrain")
     for option in ("distillation_use_topk", "distillation_only"):
         if tu.get_non_tensor_data(data, option, False):
             raise ValueError(f"top-k distillation ({option}) is not supported by megatrain")
 
 
 def to_micro_batch(data: TensorDict) -> MicroBatch:
-    """The packed rows of `data`, whose `input_ids` and `position_ids` are jagged (B, j)."""
+    """The packed rows of `data`: `input_ids` are jagged (B, j), `position_ids` too, or (B, 4, j) with M-RoPE.
+
+    Raises:
+        ValueError: an empty row, or a row with video or audio.
+    """
     input_ids, temperature = data["input_ids"], data["temperature"]
     if isinstance(temperature, Tensor):
         temperature = temperature.float().clamp_min(LEAST_TEMPERATURE)
@@ -41,7 +46,22 @@ def to_micro_batch(data: TensorDict) -> MicroBatch:
         row_lengths=row_lengths(data),
         temperature=temperature,
         score_mask=score_mask(data),
+        images=join_images([row_images(row) for row in data.get("multi_modal_inputs", [])]),
     )
+
+
+def row_images(inputs: NonTensorData | Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """What the model takes of the images of one row, out of what verl's `multi_modal_inputs` has; None without images.
+
+    Raises:
+        ValueError: video or audio.
+    """
+    inputs = inputs.data if isinstance(inputs, NonTensorData) else inputs
+    given = {name: value for name, value in (inputs or {}).items() if value is not None}
+    if other := sorted(given.keys() - {*IMAGE_INPUTS, *FOLLOWING_INPUTS}):
+        raise ValueError(f"megatrain takes images beside text, no video or audio; multi_modal_inputs has {other}")
+    images = {name: given[name] for name in IMAGE_INPUTS if name in given}
+    return images if "pixel_values" in images else None
 
 
 def row_lengths(data: TensorDict) -> list[int]:
@@ -51,6 +71,7 @@ def row_lengths(data: TensorDict) -> list[int]:
         ValueError: an empty row.
     """
     offsets, positions = data["input_ids"].offsets(), data["position_ids"].values()
+    positions = positions if positions.dim() == 1 else positions[0]  # of the text, in M-RoPE's four
     if empty := (offsets.diff() == 0).nonzero().flatten().tolist():
         raise ValueError(f"rows {empty} of the batch have no tokens")
     begins = positions == 0

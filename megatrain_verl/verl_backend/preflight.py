@@ -83,7 +83,10 @@ def _check_length(config: DictConfig, hf_config: PretrainedConfig) -> None:
     limit = config.actor_rollout_ref.actor.megatrain.get("max_seq_len")
     name = "actor_rollout_ref.actor.megatrain.max_seq_len"
     if limit is None:
-        limit, name = getattr(hf_config, "max_position_embeddings", None), "the model's max_position_embeddings"
+        limit, name = (
+            getattr(hf_config.get_text_config(), "max_position_embeddings", None),
+            "the model's max_position_embeddings",
+        )
     if limit is not None and longest_row(config) > limit:
         raise ValueError(
             f"data.max_prompt_length + data.max_response_length = {longest_row(config)} exceeds {name} = {limit}"

@@ -191,7 +191,7 @@ def test_bad_batches_are_refused_before_any_work():
     ids = torch.tensor([1, 2, 3])
     for arguments, message in (
         ((ids, ids, [2]), "sum to 3"),
-        ((ids, ids[:2], [3]), "must both be"),
+        ((ids, ids[:2], [3]), r"position_ids \(T,\) or \(4, T\)"),
         ((ids, ids, [3], 0.0), "temperature"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,0 +1,64 @@
+"""Draw a small data set of images with questions, to try SFT on images: one coloured shape each.
+
+    python examples/draw_shapes.py data/shapes --rows 200
+
+writes images, `shapes.json` (sharegpt rows with an `images` column) and `dataset_info.json` that describes it.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+COLOURS = {"red": "#d62728", "green": "#2ca02c", "blue": "#1f77b4", "yellow": "#ffd700"}
+SHAPES = ("circle", "square", "triangle")
+SIZES = ((64, 48), (48, 64), (64, 64))
+ENTRY = {
+    "file_name": "shapes.json",
+    "formatting": "sharegpt",
+    "columns": {"messages": "messages", "images": "images"},
+    "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+}
+
+
+def draw(colour: str, shape: str, size: tuple[int, int], generator: random.Random) -> Image.Image:
+    """A white image of `size` with one shape somewhere in it."""
+    image = Image.new("RGB", size, "white")
+    width = generator.randint(16, 28)
+    left, top = (generator.randint(2, side - width - 2) for side in size)
+    right, bottom = left + width, top + width
+    pen = ImageDraw.Draw(image)
+    if shape == "circle":
+        pen.ellipse((left, top, right, bottom), fill=COLOURS[colour])
+    elif shape == "square":
+        pen.rectangle((left, top, right, bottom), fill=COLOURS[colour])
+    else:
+        pen.polygon([(left, bottom), (right, bottom), ((left + right) / 2, top)], fill=COLOURS[colour])
+    return image
+
+
+def write(folder: Path, rows: int, seed: int = 0) -> None:
+    """The data set of `rows` rows in `folder`."""
+    generator = random.Random(seed)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    data = []
+    for number in range(rows):
+        colour, shape = generator.choice(list(COLOURS)), generator.choice(SHAPES)
+        path = f"images/{number}.png"
+        draw(colour, shape, generator.choice(SIZES), generator).save(folder / path)
+        turns = [("user", "<image>What is it?"), ("assistant", f"a {colour} {shape}")]
+        messages = [{"role": role, "content": text} for role, text in turns]
+        data.append({"messages": messages, "images": [path]})
+    (folder / "shapes.json").write_text(json.dumps(data, indent=1))
+    (folder / "dataset_info.json").write_text(json.dumps({"shapes": ENTRY}, indent=1))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Draw a data set of coloured shapes with questions.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rows", type=int, default=200)
+    given = parser.parse_args()
+    write(given.folder, given.rows)
+    print(f"{given.rows} rows in {given.folder}")

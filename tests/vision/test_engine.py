@@ -1,0 +1,110 @@
+"""What the engine does with images beside equalling plain transformers: freezing, positions, files, refusals."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from megatrain_verl.streaming.checkpoint import export_pretrained
+from megatrain_verl.streaming.image_positions import rope_positions
+from tests import oracle
+from tests.vision import cases
+
+PARTS = {"qwen2_5_vl": ["model.visual.[!m]*", "model.visual.merger.*"], "llava_next": ["*vision_tower*", "*projector*"]}
+
+
+def engine_of(family, **settings):
+    config = cases.tiny_config(family)
+    model = cases.plain_model(copy.deepcopy(config))
+    return model, oracle.make_engine(model, config, **settings)
+
+
+def backward(engine, batch):
+    engine.forward_backward([batch], lambda index, outputs: -outputs.log_probs.sum())
+    return oracle.engine_gradients(engine)
+
+
+@pytest.mark.parametrize("family", PARTS)
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_frozen_part_has_no_gradient_and_the_others_have_theirs(family, part):
+    row = cases.rows(family, [2])[0]
+    model, engine = engine_of(family, freeze=[PARTS[family][part]])
+    (-cases.plain_log_probs(model, row).sum()).backward()
+    found = backward(engine, cases.pack([row]))
+    expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    other = PARTS[family][1 - part].strip("*").split("*")[0].split("[")[0]
+    assert any(other in name for name in found) and 0 < len(found) < len(expected)
+    for name, grad in found.items():
+        assert (grad - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-4, name
+    engine.close()
+
+
+def test_frozen_embedding_lets_the_encoder_learn():
+    row = cases.rows("llava_next", [1])[0]
+    model, engine = engine_of("llava_next", freeze=["*embed_tokens*"])
+    (-cases.plain_log_probs(model, row).sum()).backward()
+    name = "model.vision_tower.embeddings.patch_embedding.weight"
+    expected = model.get_parameter(name).grad
+    assert (backward(engine, cases.pack([row]))[name] - expected).norm() <= 1e-5 * expected.norm()
+    engine.close()
+
+
+def test_rows_of_text_only_leave_the_vision_part_without_gradient():
+    model, engine = engine_of("qwen2_5_vl")
+    batch = cases.pack(cases.rows("qwen2_5_vl", [0, 0]))
+    assert batch.images is None
+    for name, grad in backward(engine, batch).items():
+        assert bool(grad.any()) != (".visual." in name), name
+    engine.close()
+
+
+@pytest.mark.parametrize("family", cases.CONFIGS)
+def test_saved_folders_load_both_ways_and_another_image_gives_another_score(family, tmp_path):
+    """The engine reads what transformers saved, transformers what the engine exports; bit for bit."""
+    model, engine = engine_of(family, forward_only=True)
+    model.save_pretrained(tmp_path / "saved")
+    engine.load_weights(tmp_path / "saved")
+    export_pretrained(tmp_path / "export", engine.named_weights(), model.config, 1 << 20)
+    expected = model.state_dict()
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", dtype=torch.float32).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+
+    batch = cases.pack(cases.rows(family, [1, 0]))
+    before = oracle.engine_log_probs(engine.forward([batch]), [batch])
+    batch.images["pixel_values"] = -batch.images["pixel_values"]
+    after = oracle.engine_log_probs(engine.forward([batch]), [batch])
+    assert not torch.allclose(before[0], after[0], atol=1e-3) and torch.equal(before[1], after[1])
+    engine.close()
+
+
+def test_given_positions_in_four_rows_are_used_as_they_are():
+    _, engine = engine_of("qwen2_5_vl", forward_only=True)
+    batch = cases.pack(cases.rows("qwen2_5_vl", [1, 2]))
+    computed = oracle.engine_log_probs(engine.forward([batch]), [batch])
+    batch.position_ids = rope_positions(batch, engine.plan.vision)
+    assert batch.position_ids.shape == (4, batch.num_tokens)
+    assert not torch.equal(batch.position_ids[2], batch.position_ids[3])
+    torch.testing.assert_close(oracle.engine_log_probs(engine.forward([batch]), [batch]), computed)
+    batch.position_ids[2] *= 2
+    other = oracle.engine_log_probs(engine.forward([batch]), [batch])
+    assert not torch.allclose(other[1], computed[1], atol=1e-3)
+    engine.close()
+
+
+def test_images_that_do_not_fit_are_refused_by_name():
+    _, engine = engine_of("llava_next", forward_only=True)
+    batch = cases.pack(cases.rows("llava_next", [1]))
+    batch.input_ids[batch.input_ids == cases.IMAGE_TOKEN] = 1
+    with pytest.raises(ValueError, match="0 image tokens .*features"):
+        engine.forward([batch])
+    batch.images["image_grid_thw"] = torch.ones(1, 3)
+    with pytest.raises(ValueError, match="LlavaNextModel does not take image_grid_thw"):
+        engine.forward([batch])
+    engine.close()
+    config = oracle.tiny_config("llama")
+    text = oracle.make_engine(oracle.plain_model(config), config, forward_only=True)
+    with pytest.raises(ValueError, match="the model takes text only"):
+        text.forward([batch])
+    text.close()
