@@ -25,7 +25,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 ACTOR, ROLLOUT = options.ACTOR, options.ROLLOUT
-ACCURACY = "val-core/openai/gsm8k/reward/mean@1"
+ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
 CONFIGS = ["--config-dir", str(training.ROOT / "configs/rl"), "--config-name", "quickstart"]
 PANELS = {
     "critic/rewards/mean": "mean reward of the rollouts",
@@ -62,7 +62,7 @@ def overrides(folder: Path, trainer: str, until: int, hardware: str) -> list[str
     if trainer == "fsdp":
         # verl's FSDP2 cannot build a reference policy on a CPU (it pins memory).
         no_reference = [f"{ACTOR}.use_kl_loss=False"] if hardware == "cpu" else []
-        return [*settings, *options.fsdp(hardware), *no_reference]
+        return [*settings, *options.fsdp(hardware), *no_reference, "trainer.save_freq=-1"]
     return [
         *settings,
         f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",

@@ -33,6 +33,9 @@ class StreamingConfig:
     # are neither sent nor computed again. None: as many as are worth it and fit into the free device memory when a step
     # starts, with the gradients of several waves of micro-batches too if that is faster. 0: lean, the least memory.
     resident_layers: int | None = None
+    # Share of the device's memory that the engine plans to use, if that much is free; what streaming needs at least may
+    # be more. The RL actor takes the rollout's: in training it uses what a sleeping vLLM has released, no more.
+    gpu_memory_utilization: float = 0.95
     # Most tokens whose layer inputs are kept at a time. A step with more runs in waves, whose gradients are added on
     # the host in float32 (2 bytes/parameter more in bfloat16 mode). None: one wave, or what resident_layers chooses.
     wave_tokens: int | None = None
@@ -85,6 +88,8 @@ class StreamingConfig:
             _at_least("resident_layers", self.resident_layers, 0)
         if self.device_activation_gb is not None and not self.device_activation_gb >= 0:
             raise ValueError(f"device_activation_gb must be >= 0 or null, got {self.device_activation_gb}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
         if not self.speculative_adamw_gb >= 0:
             raise ValueError(f"speculative_adamw_gb must be >= 0, got {self.speculative_adamw_gb}")
         if self.host_memory_gb is not None and not self.host_memory_gb > 0:

@@ -11,6 +11,7 @@ from grpo.options import Workload
 
 PHASES = ("gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
 GIB = 1 << 30
+DIFFERENCE = "training/rollout_probs_diff_max"
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -45,7 +46,8 @@ def summarize(work: Workload, folder: Path, samples: list[tuple[float, int]], st
         "tokens_per_s": work.sequences * work.row_tokens / total,
         "generated_tokens_per_s": work.sequences * work.response_len / seconds["gen"],
         "response_lengths": sorted(lengths),
-        "rollout_probs_diff_max": max(step["training/rollout_probs_diff_max"] for step in measured),
+        # verl compares only where it computes old log-probs itself.
+        "rollout_probs_diff_max": max((step[DIFFERENCE] for step in measured if DIFFERENCE in step), default=None),
         "engine": {name.removeprefix("actor/megatrain/"): value for name, value in engine.items()},
         "gpu_peak_bytes": max((used for _, used in samples), default=None),
         "gpu_peak_bytes_by_phase": peaks(running, spans),
@@ -72,7 +74,7 @@ def table(result: dict[str, Any]) -> str:
         f"{work['response_len']} tokens, median of {work['steps']} steps after {work['warm_up']}",
         "  ".join(f"{name} {value:.2f}" for name, value in result["seconds"].items()) + " s",
         f"{result['tokens_per_s']:,.0f} tokens/s, {result['generated_tokens_per_s']:,.0f} generated tokens/s, "
-        f"rollout_probs_diff_max {result['rollout_probs_diff_max']:.2e}, lengths {result['response_lengths']}",
+        f"rollout_probs_diff_max {result['rollout_probs_diff_max']}, lengths {result['response_lengths']}",
         "engine: " + "  ".join(f"{name} {value:.3g}" for name, value in result["engine"].items()),
         "seconds of all steps: " + " ".join(f"{step['step']:.2f}" for step in result["steps"]),
         f"host memory used {result['host_used_gb']:.1f} GiB; "

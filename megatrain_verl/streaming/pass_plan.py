@@ -21,6 +21,7 @@ from megatrain_verl.streaming.batch import MicroBatch, waves
 from megatrain_verl.streaming.device_plan import Rates, Sizes, device_bytes
 from megatrain_verl.streaming.host_store import DTYPES
 
+RESERVE = 0.05  # share of the device that stays free: CUDA's own memory and the allocator's fragments
 CPU_KEPT_LOGITS = 1 << 30  # bytes; where no budget is known
 
 
@@ -77,7 +78,7 @@ class PassPlanner:
             kept_logits = max(tokens) * self._sizes.vocab_size * DTYPES[self._config.dtype].itemsize
             plan = PassPlan(forced, keep_logit_gradients=self._may_keep and kept_logits <= CPU_KEPT_LOGITS)
         else:
-            available = available_bytes(own_bytes)
+            available = available_bytes(own_bytes, self._config.gpu_memory_utilization)
             splits = [forced] if self._config.wave_tokens or not self._may_keep else _even_splits(len(tokens))
             plans = [plan for split in splits for plan in self._fitting(split, tokens, available)]
             plan = min(plans, key=lambda plan: self.seconds(plan, tokens))
@@ -152,11 +153,15 @@ class PassPlanner:
         return (self._count - plan.kept_layers) * wave * row / self._config.checkpoint_interval
 
 
-def available_bytes(own_bytes: int) -> float:
-    """Device memory that the engine may use: what is free or its own, less 5% of the device."""
+def available_bytes(own_bytes: int, utilization: float) -> float:
+    """Device memory that the engine may use: what is free or its own, less 5% of the device.
+
+    Never more than this share of the device in all, whoever else in this process has a part of it.
+    """
     free, total = torch.cuda.mem_get_info()
-    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return free + unused + own_bytes - 0.05 * total
+    allocated = torch.cuda.memory_allocated()
+    unused = torch.cuda.memory_reserved() - allocated
+    return min(free + unused + own_bytes - RESERVE * total, utilization * total - (allocated - own_bytes))
 
 
 def _even_splits(count: int) -> list[tuple[int, ...]]:

@@ -31,8 +31,12 @@ def adapt(config: DictConfig, use_reference_policy: bool) -> None:
     """
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     if actor.get("_target_") == FSDP_TARGET:
-        bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
-        _to_megatrain(actor, {"update_weights_bucket_megabytes": bucket})
+        rollout = config.actor_rollout_ref.rollout
+        from_rollout = {
+            "update_weights_bucket_megabytes": rollout.checkpoint_engine.update_weights_bucket_megabytes,
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        }
+        _to_megatrain(actor, from_rollout)
         shared = {name: actor.megatrain[name] for name in SHARED_WITH_REFERENCE if name in actor.megatrain}
         _to_megatrain(ref, {"forward_only": True, **shared})
     if not use_reference_policy:

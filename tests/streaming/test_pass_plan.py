@@ -100,7 +100,7 @@ class Shape:
 
 
 def choose(monkeypatch, available, rows, **settings):
-    monkeypatch.setattr(pass_plan, "available_bytes", lambda own_bytes: available)
+    monkeypatch.setattr(pass_plan, "available_bytes", lambda own_bytes, utilization: available)
     planner = PassPlanner(Shape, StreamingConfig(**settings), "cuda")
     planner.saved_bytes_per_token = 155 * 1024
     batches = [oracle.pack([torch.zeros(1024, dtype=torch.long)] * 8)] * (rows // 8)
@@ -135,3 +135,17 @@ def test_waves_that_the_user_asked_for_stay_and_use_resident_gradients_where_the
     assert plan.waves == (2, 2) and plan.resident_gradients
     _, plan, _ = choose(monkeypatch, 20 * GB, 32, wave_tokens=16384)
     assert plan.waves == (2, 2) and not plan.resident_gradients
+
+
+def test_what_is_available_is_free_and_within_the_share_of_the_device(monkeypatch):
+    """A device of 100 units with 30 in use by a sleeping rollout, or none; torch holds 20, of which it uses 12."""
+
+    def available(free, own, utilization):
+        figures = {"mem_get_info": (free, 100), "memory_reserved": 20, "memory_allocated": 12}
+        for name, value in figures.items():
+            monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        return pass_plan.available_bytes(own, utilization)
+
+    assert available(50, 12, 0.95) == 50 + 8 + 12 - 5  # free, cached by torch, and its own
+    assert available(50, 0, 0.95) == 50 + 8 - 5  # what others in the process use is not the engine's
+    assert available(80, 12, 0.5) == 50 and available(80, 4, 0.5) == 50 - 8

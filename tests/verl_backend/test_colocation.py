@@ -1,10 +1,15 @@
 """What the engine leaves of the device to the rollout, and that weights reach it while AdamW goes on."""
 
+import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 from verl.workers.config import HFModelConfig
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
 
 from megatrain_verl.streaming.host_store import UnitState
 from megatrain_verl.streaming.optimizer_step import AdamWStep
@@ -47,3 +52,55 @@ def test_each_weight_is_sent_as_soon_as_its_unit_is_updated(
     sent.set()
     names = [name, *(name for name, _ in exported)]
     assert names == [span.name for unit in (first, *others) for span in unit.plan.spans]
+
+
+def receive(handle: str, received: dict[str, Tensor], on_bucket: Callable[[], None]) -> threading.Thread:
+    """What vLLM's worker does, in a thread: verl's receiver copies each bucket to `received`."""
+
+    def take(weights: list[tuple[str, Tensor]], is_last: bool) -> None:
+        received.update((name, weight.clone()) for name, weight in weights)
+        on_bucket()
+
+    receiver = BucketedWeightReceiver(handle, torch.device("cpu"), use_shm=True)
+    thread = threading.Thread(target=receiver.receive_weights, args=(take,), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_verls_sender_fills_a_bucket_while_adamw_goes_on(
+    tiny: HFModelConfig, make: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first bucket is with the receiver before the last unit is updated: nobody collects all weights first."""
+    engine = make(tiny)
+    update, arrived = engine.streaming._updates._adamw.update, threading.Event()
+    last = engine.streaming.state.units[-1]
+
+    def held(unit: UnitState, step: AdamWStep) -> None:
+        if unit is last:
+            assert arrived.wait(timeout=20), "no weights were received before the last unit's AdamW"
+        update(unit, step)
+
+    monkeypatch.setattr(engine.streaming._updates._adamw, "update", held)
+    train(engine, rl_batch(tiny.hf_config.vocab_size), actor_loss())
+    handle, received = f"ipc://{tmp_path}/weights", {}
+    receiver = receive(handle, received, arrived.set)
+    sender = BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True)
+    sender.bucket_size = max(4 * span.numel for unit in engine.streaming.plan.units for span in unit.spans)
+    asyncio.run(sender.async_send_weights(engine.get_per_tensor_param()[0]))
+    receiver.join(timeout=20)
+    assert same(received, weights(engine))
+
+
+def test_a_weight_larger_than_the_bucket_is_sent_from_the_device(tiny: HFModelConfig, make: Callable) -> None:
+    """verl sends it by the handle of its memory, which a view of an arena cannot give: it must be a copy on the device.
+
+    On the CPU platform the "device" is the host, so that the copy is no copy; tests/gpu has the transfer itself.
+    """
+    engine = make(tiny, update_weights_bucket_megabytes=0)
+    moved: list[torch.Size] = []
+    to = Tensor.to
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "to", lambda weight, *args: (moved.append(weight.shape), to(weight, *args))[1])
+        exported = weights(engine)
+    assert moved == [weight.shape for weight in exported.values()]

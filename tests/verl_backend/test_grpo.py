@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.verl_backend.cases import save_tiny_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -95,6 +95,7 @@ def start(
         "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # as the scripts set it: other tests must not starve the workers
         "VERL_FILE_LOGGER_PATH": str(metrics),
     }
     files = [
@@ -183,27 +184,63 @@ def _check_export(folder: Path, exported: Path) -> None:
     assert min(moved) > 1e-4 and all(torch.isfinite(weight).all() for weight in after.values())
 
 
-@pytest.mark.slow
-def test_killed_worker_ends_the_run_and_leaves_nothing(folder: Path) -> None:
-    """The process of actor and engine, killed as the kernel does without memory, in a run as the scripts start it."""
+@pytest.fixture
+def endless(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A run of 500 steps as the scripts start it, and the mark of its processes; nothing of it may stay behind."""
     mark, segments = str(uuid.uuid4()), set(os.listdir("/dev/shm"))
-    options = (f"{ACTOR}.megatrain.dtype=float32", "trainer.save_freq=-1", "trainer.resume_mode=disable")
-    metrics = folder / "until_500.jsonl"
-    bounded = (sys.executable, str(ROOT / "examples/bounded_run.py"), "500")
-    run = start(folder, "megatrain_verl.main_ppo", 500, *options, launcher=bounded, MEGATRAIN_TEST_RUN=mark)
+    for name in ("until_500.jsonl", "transfer"):
+        (folder / name).unlink(missing_ok=True)
+    options = [f"{ACTOR}.megatrain.dtype=float32", "trainer.save_freq=-1", "trainer.resume_mode=disable"]
+    options += ["actor_rollout_ref.model.external_lib=tests.verl_backend.slow_export"]
+    bounded = (sys.executable, str(ROOT / "examples/bounded_run.py"), "1500")
+    environment = {"MEGATRAIN_TEST_RUN": mark, "SLOW_EXPORT_MARK": str(folder / "transfer")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = start(folder, "megatrain_verl.main_ppo", 500, *options, launcher=bounded, **environment)
     try:
-        _wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, seconds=400)
-        (worker,) = [process for process in _marked(mark) if process.name().startswith("ray::Worker")]
-        worker.kill()
-        assert run.wait(timeout=60) not in (0, 124)
-        printed = (folder / "until_500.log").read_text()
-        assert f"pid: {worker.pid}" in printed or f"pid={worker.pid}" in printed
-        assert "ActorDiedError" in printed
+        yield run, mark
         assert not _marked(mark)
         assert set(os.listdir("/dev/shm")) <= segments
     finally:
         for process in [run, *_marked(mark)]:
             process.kill()
+
+
+def _kill(mark: str, name: str) -> int:
+    """Kill the one process of a run whose name begins so, as the kernel does without memory; its number."""
+    (process,) = [process for process in _marked(mark) if process.name().startswith(name)]
+    process.kill()
+    return process.pid
+
+
+@pytest.mark.slow
+def test_killed_worker_ends_the_run_and_leaves_nothing(folder: Path, endless: tuple) -> None:
+    """The process of actor and engine, killed between two steps."""
+    run, mark = endless
+    _wait_for(lambda: _has_lines(folder / "until_500.jsonl"), seconds=900)
+    pid = _kill(mark, "ray::Worker")
+    assert run.wait(timeout=60) not in (0, 124)
+    printed = (folder / "until_500.log").read_text()
+    assert f"pid: {pid}" in printed or f"pid={pid}" in printed
+    assert "ActorDiedError" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moment", "process"), [("transfer", "VLLM::Worker"), ("transfer", "VLLM::Engine"), ("steps", "VLLM::Engine")]
+)
+def test_killed_vllm_ends_the_run_and_leaves_nothing(folder: Path, endless: tuple, moment: str, process: str) -> None:
+    """vLLM's worker or engine process, killed while it receives weights, or between two steps."""
+    run, mark = endless
+    begun = (folder / "transfer").exists if moment == "transfer" else lambda: _has_lines(folder / "until_500.jsonl", 2)
+    _wait_for(begun, seconds=900)
+    _kill(mark, process)
+    assert run.wait(timeout=60) not in (0, 124)
+    printed = (folder / "until_500.log").read_text()
+    assert "the vLLM engine process of rollout replica 0 died" in printed or "EngineDeadError" in printed
+
+
+def _has_lines(file: Path, count: int = 1) -> bool:
+    return file.exists() and file.read_text().count("\n") >= count
 
 
 def _marked(mark: str) -> list[psutil.Process]:

@@ -100,6 +100,7 @@ def test_both_commands_reach_the_engine(tiny: HFModelConfig, data: Path, overrid
     assert (actor.engine.checkpoint_interval, actor.engine.dtype, actor.engine.seed) == (2, "float32", 42)
     assert actor.engine.ref_in_actor and not actor.engine.forward_only
     assert actor.engine.update_weights_bucket_megabytes == 16
+    assert actor.engine.gpu_memory_utilization == config.actor_rollout_ref.rollout.gpu_memory_utilization == 0.5
     ref = config.actor_rollout_ref.ref.megatrain
     assert ref.forward_only and ref.dtype == "float32"
 
