@@ -8,7 +8,7 @@ time, the host arenas (their plan is printed), and attention, which keeps what a
 import argparse
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from megatrain_verl.config import AdamWConfig, StreamingConfig
 from megatrain_verl.model_sizes import ModelSizes
 from megatrain_verl.resources import GIB, MARGIN
 from megatrain_verl.resources_report import CUDA_CONTEXT, RATES, parse_size, step_seconds
-from megatrain_verl.streaming import attention, pass_plan
+from megatrain_verl.streaming import attention, device_ring, pass_plan
 from megatrain_verl.streaming.activations import SpillArea
 from megatrain_verl.streaming.batch import MicroBatch
 from megatrain_verl.streaming.device_plan import device_bytes
@@ -44,11 +44,25 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.current = self.peak = 0
         self._known: set[int] = set()
+        self._counts = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._note, result)
+        if self._counts:
+            tree_map_only(Tensor, self._note, result)
         return result
+
+    def uncounted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose own tensors are not on the GPU: copies of modules on the meta device."""
+
+        def call(*args: Any) -> Any:
+            self._counts = False
+            try:
+                return function(*args)
+            finally:
+                self._counts = True
+
+        return call
 
     def ignore(self, tensor: Tensor) -> Tensor:
         """A tensor that is not on the GPU: host memory."""
@@ -125,6 +139,7 @@ def simulated_gpu(memory: int, ledger: Ledger) -> Iterator[None]:
             (pass_plan, "available_bytes", available),
             (SpillArea, "reserve", spill_area),
             (TokenHead, "_backward_chunks", all_chunks),
+            (device_ring, "bind", ledger.uncounted(device_ring.bind)),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         stack.callback(attention.register)
@@ -157,6 +172,7 @@ def simulate(arguments: argparse.Namespace) -> dict[str, Any]:
             "model": arguments.model,
             "parameters": engine.plan.num_parameters,
             "tokens_per_step": tokens,
+            "micro_batch_tokens": len(positions),
             "gpu_bytes": {"tensors of the step, at most": ledger.peak, **beside},
             "gpu_total": ledger.peak + sum(beside.values()),
             "gpu_memory": arguments.gpu_memory,
@@ -174,7 +190,8 @@ def simulate(arguments: argparse.Namespace) -> dict[str, Any]:
 def as_table(result: dict[str, Any]) -> str:
     """The result for people."""
     lines = [
-        f"SIMULATED step of {result['model']}: {result['parameters']:,} parameters, {result['tokens_per_step']:,} tokens",
+        f"SIMULATED step of {result['model']}: {result['parameters']:,} parameters",
+        f"{result['tokens_per_step']:,} tokens in micro-batches of {result['micro_batch_tokens']:,}",
         *(f"  GPU   {name:<30}{nbytes / GIB:>10.2f} GiB" for name, nbytes in result["gpu_bytes"].items()),
         *(f"  host  {name:<30}{nbytes / GIB:>10.2f} GiB" for name, nbytes in result["host_bytes"].items()),
         f"GPU: {result['gpu_total'] / 1e9:.1f} of {result['gpu_memory'] / 1e9:.0f} GB (resources plans "

@@ -59,8 +59,8 @@ class ModelSizes:
         embedding = model.get_input_embeddings().weight
         output = model.get_output_embeddings()
         head = embedding if output is None else output.weight
-        share = _expert_share(text)
-        active_layers = sum(_active(layer, share) for layer in layers)
+        share = expert_share(text)
+        active_layers = sum(active_parameters(layer, share) for layer in layers)
         layer_sizes = tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
         total = sum(parameter.numel() for parameter in model.parameters())
         others = total - sum(layer_sizes) - embedding.numel()
@@ -72,7 +72,7 @@ class ModelSizes:
             edge_sizes=(embedding.numel(), others),
             head_parameters=head.numel(),
             hidden_size=text.hidden_size,
-            intermediate_size=_intermediate_size(text),
+            intermediate_size=intermediate_size(text),
             vocab_size=text.vocab_size,
         )
 
@@ -85,14 +85,14 @@ def _build(config: PretrainedConfig) -> nn.Module:
     raise ValueError(f"transformers has no decoder for model_type {config.model_type!r}")
 
 
-def _expert_share(text: PretrainedConfig) -> float:
+def expert_share(text: PretrainedConfig) -> float:
     """The part of the experts that a token passes; 1 for a dense model."""
     experts = next((getattr(text, name) for name in EXPERT_COUNTS if getattr(text, name, None)), None)
     chosen = next((getattr(text, name) for name in EXPERTS_PER_TOKEN if getattr(text, name, None)), None)
     return 1.0 if experts is None or chosen is None else chosen / experts
 
 
-def _active(layer: nn.Module, share: float) -> int:
+def active_parameters(layer: nn.Module, share: float) -> int:
     """Parameters of a decoder layer that a token passes; routed experts are modules called `experts`."""
     return sum(
         round(parameter.numel() * share) if ".experts." in f".{name}" else parameter.numel()
@@ -100,7 +100,7 @@ def _active(layer: nn.Module, share: float) -> int:
     )
 
 
-def _intermediate_size(text: PretrainedConfig) -> int:
+def intermediate_size(text: PretrainedConfig) -> int:
     """Width of the feed-forward part that a token passes."""
     chosen = next((getattr(text, name) for name in EXPERTS_PER_TOKEN if getattr(text, name, None)), None)
     width = getattr(text, "moe_intermediate_size", None)

@@ -24,12 +24,15 @@ class Rates:
 
 
 class Sizes(Protocol):
-    """What planning needs of a model: elements per layer, of embedding and head, of these the trained ones, widths."""
+    """What planning needs of a model: elements per layer, of embedding and head; the trained ones of these; parameters
+    of all layers that a token passes; widths.
+    """
 
     layer_sizes: tuple[int, ...]
     edge_sizes: tuple[int, ...]
     trained_layer_sizes: tuple[int, ...]
     trained_edge_sizes: tuple[int, ...]
+    active_layer_parameters: int
     hidden_size: int
     intermediate_size: int
     vocab_size: int

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
+from megatrain_verl import model_sizes
 from megatrain_verl.streaming import attention, vision_plan
 from megatrain_verl.streaming.attention import MaskKind
 from megatrain_verl.streaming.hub_layout import HubLayout
@@ -146,7 +147,15 @@ class ModelPlan:
 
     @property
     def intermediate_size(self) -> int:
-        return self.config.get_text_config().intermediate_size
+        """Of what a token passes: of a mixture of experts the chosen ones together."""
+        return model_sizes.intermediate_size(self.config.get_text_config())
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """Parameters of the decoder layers that a token passes."""
+        share = model_sizes.expert_share(self.config.get_text_config())
+        active = [model_sizes.active_parameters(layer, share) for layer in self.structures]
+        return sum(active[unit.structure] for unit in self.layers)
 
     @property
     def vocab_size(self) -> int:

@@ -132,15 +132,15 @@ class PassPlanner:
     def seconds(self, plan: PassPlan, tokens: list[int], rates: Rates = RATES) -> float:
         """Predicted seconds of a step: arithmetic or transfers of each pass, and the AdamW that no forward hides."""
         layers, edges = sum(self._sizes.layer_sizes), sum(self._sizes.edge_sizes)
-        head = self._sizes.vocab_size * self._sizes.hidden_size
+        active, head = self._sizes.active_layer_parameters, self._sizes.vocab_size * self._sizes.hidden_size
         recomputed = 1 - plan.kept_layers / self._count
         streamed = 1 - plan.layer_slots / self._count
         itemsize = DTYPES[self._config.dtype].itemsize
         total, first_forward = 0.0, 0.0
         for number, wave in enumerate(_wave_tokens(plan, tokens)):
             held = 1.0 if number == 0 else streamed
-            forward = max(2 * layers * wave / rates.matmul, itemsize * (held * layers + edges) / rates.transfer)
-            arithmetic = (4 + 2 * recomputed) * layers * wave + (6 if plan.keep_logit_gradients else 8) * head * wave
+            forward = max(2 * active * wave / rates.matmul, itemsize * (held * layers + edges) / rates.transfer)
+            arithmetic = (4 + 2 * recomputed) * active * wave + (6 if plan.keep_logit_gradients else 8) * head * wave
             spilled = max(0.0, self._input_bytes(plan, wave) - plan.input_bytes)
             backward = max(arithmetic / rates.matmul, (itemsize * streamed * layers + spilled) / rates.transfer)
             total += forward + backward
