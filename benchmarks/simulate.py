@@ -24,13 +24,11 @@ from megatrain_verl.config import AdamWConfig, StreamingConfig
 from megatrain_verl.model_sizes import ModelSizes
 from megatrain_verl.resources import GIB, MARGIN
 from megatrain_verl.resources_report import CUDA_CONTEXT, RATES, parse_size, step_seconds
-from megatrain_verl.streaming import attention, device_ring, pass_plan
-from megatrain_verl.streaming.activations import SpillArea
+from megatrain_verl.streaming import activations, attention, device_ring, host_store, pass_plan
 from megatrain_verl.streaming.batch import MicroBatch
 from megatrain_verl.streaming.device_plan import device_bytes
 from megatrain_verl.streaming.engine import StreamingEngine
-from megatrain_verl.streaming.host_store import ParameterState, UnitState, arena_dtypes, arena_elements
-from megatrain_verl.streaming.model_plan import ModelPlan
+from megatrain_verl.streaming.host_memory import HostBuffer
 from megatrain_verl.streaming.pass_plan import PassPlanner
 from megatrain_verl.streaming.token_head import ScoredTokens, TokenHead
 
@@ -117,27 +115,16 @@ def simulated_gpu(memory: int, ledger: Ledger) -> Iterator[None]:
     def available(own_bytes: int) -> float:
         return 0.95 * memory - CUDA_CONTEXT - ledger.current + own_bytes
 
-    def host(numel: int, dtype: torch.dtype) -> Tensor:
-        return ledger.ignore(torch.empty(numel, dtype=dtype, device="meta"))
-
-    def arenas(
-        plan: ModelPlan, config: StreamingConfig, *, trainable: bool, reference: bool, **unused: object
-    ) -> ParameterState:
-        kinds = arena_dtypes(config, trainable=trainable, reference=reference)
-        state = ParameterState()
-        for unit in plan.units:
-            sizes = {kind: arena_elements(kind, unit.numel, unit.trained) for kind in kinds}
-            state.units.append(UnitState(unit, **{kind: host(n, kinds[kind]) for kind, n in sizes.items() if n}))
-        return state
-
-    def spill_area(area: SpillArea, nbytes: int) -> Tensor:
-        return host(nbytes, torch.uint8)
+    class HostBytes(HostBuffer):
+        def __init__(self, nbytes: int, label: str, **unused: object) -> None:
+            self.nbytes, self.label, self._registered = nbytes, label, False
+            self.tensor = ledger.ignore(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
     with ExitStack() as stack:
         for owner, name, stand_in in (
-            (ParameterState, "allocate", arenas),
+            (host_store, "HostBuffer", HostBytes),
+            (activations, "HostBuffer", HostBytes),
             (pass_plan, "available_bytes", available),
-            (SpillArea, "reserve", spill_area),
             (TokenHead, "_backward_chunks", all_chunks),
             (device_ring, "bind", ledger.uncounted(device_ring.bind)),
         ):

@@ -25,8 +25,6 @@ class ModelSizes:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
-    # Which of `unit_sizes` are not trained.
-    frozen_units: tuple[int, ...] = ()
 
     @property
     def unit_sizes(self) -> tuple[int, ...]:

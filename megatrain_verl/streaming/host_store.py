@@ -183,7 +183,8 @@ class ParameterState:
         def nbytes(unit: UnitPlan, kind: str) -> int:
             return arena_elements(kind, unit.numel, unit.trained) * kinds[kind].itemsize
 
-        group.share_arenas(sum(padded(nbytes(unit, kind)) for unit in plan.units for kind in kinds))
+        arena_bytes = sum(padded(nbytes(unit, kind)) for unit in plan.units for kind in kinds)
+        group.share_arenas(arena_bytes + padded(sum(_buffer_bytes(plan))))
 
         def arenas(unit: UnitPlan, kinds: dict[str, torch.dtype], suffix: str = "") -> UnitState:
             views = {}
@@ -207,19 +208,19 @@ class ParameterState:
             written = {kind: dtype for kind, dtype in kinds.items() if kind in TRAINED}
             for index in spared:
                 state.units[index].spare = arenas(plan.units[index], written, ".spare")
-            state._allocate_buffers(config, register)
+            state._allocate_buffers(plan, group, register)
         except BaseException:
             state.close()
             raise
         return state
 
-    def _allocate_buffers(self, config: StreamingConfig, register: bool) -> None:
+    def _allocate_buffers(self, plan: ModelPlan, group: Group, register: bool) -> None:
         """Room for the buffers of all units in one allocation; they are small."""
         planned = [(unit, buffer) for unit in self.units for buffer in unit.plan.buffers]
         if not planned:
             return
-        sizes = [-(-buffer.shape.numel() * buffer.dtype.itemsize // 8) * 8 for _, buffer in planned]
-        memory = HostBuffer(sum(sizes), "buffers", shared=config.shared_memory, register=register)
+        sizes = _buffer_bytes(plan)
+        memory = HostBuffer(sum(sizes), "buffers", register=register, shared=group.arenas)
         self._buffers.append(memory)
         for (unit, buffer), part in zip(planned, memory.tensor[: sum(sizes)].split(sizes), strict=True):
             values = part[: buffer.shape.numel() * buffer.dtype.itemsize].view(buffer.dtype)
@@ -264,3 +265,9 @@ class ParameterState:
         for buffer in self._buffers:
             buffer.close()
         self._buffers = []
+
+
+def _buffer_bytes(plan: ModelPlan) -> list[int]:
+    """Bytes of every buffer of `plan`, each rounded up so that the next one may have any type."""
+    buffers = [buffer for unit in plan.units for buffer in unit.buffers]
+    return [-(-buffer.shape.numel() * buffer.dtype.itemsize // 8) * 8 for buffer in buffers]
