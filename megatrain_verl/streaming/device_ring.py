@@ -84,6 +84,8 @@ class DeviceRing:
             key = (unit.structure, self._slots[unit.name].name)
             if key not in self._templates:
                 self._templates[key] = bind(plan.structures[unit.structure], unit, self._slots[unit.name].buffer)
+                if plan.router_loss is not None:
+                    plan.router_loss.record(self._templates[key])
         head_views = views(plan.head, self.slot(plan.head).buffer)
         self.norm = copy.deepcopy(plan.norm)
         self.norm.weight = nn.Parameter(head_views["norm.weight"], requires_grad=plan.norm.weight.requires_grad)

@@ -70,8 +70,7 @@ class StreamingEngine:
         group: Group = ALONE,
     ) -> None:
         check_available(config.attn_implementation, config.dtype, device)
-        self.config, self.model_config, self.device = config, model_config, device
-        self.group = group
+        self.config, self.model_config, self.device, self.group = config, model_config, device, group
         self.plan = plan_model(model_config, config.freeze)
         check_layers(config.attn_implementation, self.plan.structures)
         trainable = optimizer is not None
@@ -92,10 +91,9 @@ class StreamingEngine:
         self._compiled = config.compile_layers and not self.plan.has_dropout()
         self._functions = DeviceFunctions(self._compiled)
         self.planner = PassPlanner(self.plan, config, device)
-        self._keeps_reference, self._reads_reference = keep_reference, False
-        self._adamw_config = optimizer
-        self.step_count = 0
-        self._calls = 0  # forward_backward calls since the gradients were zeroed
+        self._adamw_config, self._keeps_reference, self._reads_reference = optimizer, keep_reference, False
+        self.step_count, self._calls = 0, 0  # `_calls` of forward_backward since the gradients were zeroed
+        self.router_loss: Tensor | float = 0.0  # of the last forward_backward, () float32; see `router_loss.py`
         if trainable:
             self.adamw_backend = adamw.backend  # the host kernel in use: native, deepspeed or torch
             share = make_share(config.device_adamw, adamw, self.streams, device)
@@ -130,7 +128,7 @@ class StreamingEngine:
         sum_pi_squared: bool = False,
         next_lr: float | None = None,
     ) -> list[TokenOutputs]:
-        """Add the gradient of the sum over i of `loss_fn(i, outputs_i)`; returns the outputs, detached.
+        """Add the gradient of `router_loss` and of the sum of `loss_fn(i, outputs_i)`; returns the outputs, detached.
 
         `loss_fn` gets the number of a micro-batch and its outputs, whose `log_probs` and `entropy` require gradient,
         and returns a scalar. It is called once per micro-batch, in order. A loss that requires no gradient adds none.
@@ -150,19 +148,21 @@ class StreamingEngine:
                 self.release_device()
             self._gradients.begin_call(1 if plan.resident_gradients else len(plan.waves))
             for number, wave in enumerate(plan.split(micro_batches), 1):
-                first = sum(plan.waves[: number - 1])
-                run = self._start(wave, first=first, training=True, layer_slots=plan.layer_slots)
+                run = self._start(
+                    wave, first=sum(plan.waves[: number - 1]), training=True, layer_slots=plan.layer_slots
+                )
                 self._gradients.acquire_device(self.device, plan.resident_gradients, self._compact)
                 last = number == len(plan.waves)
                 self._gradients.begin_wave(first=number == 1, last=last, on_landing=self._updates.ahead)
                 inputs, interval = self._activation_store(wave, plan), self.config.checkpoint_interval
-                scores = {"entropy": entropy, "sum_pi_squared": sum_pi_squared}
-                run.forward_backward(loss_fn, self._gradients, inputs, plan, interval, **scores)
+                how = {"entropy": entropy, "sum_pi_squared": sum_pi_squared, "share": plan.share(number, micro_batches)}
+                run.forward_backward(loss_fn, self._gradients, inputs, plan, interval, **how)
                 self._gradients.end_wave()
                 runs.append(run)
                 if last or inputs.spilled_bytes:  # the next wave spills to the same host memory
                     self.streams.host_wait(self.streams.compute.record(), "outputs computed")
             self._gradients.end_call()
+            self.router_loss = sum(run.router_loss() for run in runs)
             self.planner.saved_bytes_per_token = run.saved_bytes_per_token()
             self._calls += 1
         return [output for run in runs for output in run.outputs]

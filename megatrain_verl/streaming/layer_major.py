@@ -27,6 +27,7 @@ from megatrain_verl.streaming.gradients import Accumulator, GradientPath, gradie
 from megatrain_verl.streaming.host_store import ParameterState, UnitState
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.pass_plan import PassPlan
+from megatrain_verl.streaming.router_loss import RouterBalance
 from megatrain_verl.streaming.streams import Streams
 from megatrain_verl.streaming.token_head import TokenHead
 from megatrain_verl.streaming.vision_pass import VisionPass
@@ -83,7 +84,9 @@ class LayerMajorPass:
         self._batches: list[DeviceBatch] = []
         self._hidden: list[Tensor | None] = []  # input of the unit that comes next, (1, T, H) per micro-batch
         self._grad: list[Tensor | None] = []  # gradient of the output of the unit that comes next, likewise
-        self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output of a kept layer, with graph
+        # Of a kept layer: input; output and router logits with graph.
+        self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
+        self._router_loss, self._balance = plan.router_loss, None
         self._saved: dict[int, tuple[int, int]] = {}  # layer -> bytes that autograd saved, of so many tokens; on CUDA
         self.outputs: list[TokenOutputs] = []
         self._vision: VisionPass | None = None
@@ -95,6 +98,10 @@ class LayerMajorPass:
         """What autograd saves for a layer, of the layer with the most; None where it was not measured."""
         most = max((nbytes / tokens for nbytes, tokens in self._saved.values()), default=0.0)
         return most if most > 0 else None
+
+    def router_loss(self) -> Tensor | float:
+        """() float32, after `forward_backward`; 0 for a model without one."""
+        return 0.0 if self._balance is None else self._balance.loss()
 
     # ----------------------------------------------------------------------------------------------- the order
 
@@ -113,14 +120,17 @@ class LayerMajorPass:
         plan: PassPlan,
         interval: int,
         *,
+        share: float,
         entropy: bool,
         sum_pi_squared: bool,
     ) -> None:
         """Append the forward and backward pass; `outputs` fills.
 
         The last `plan.kept_layers` layers keep what their backward needs; of the others every `interval`-th keeps its
-        input.
+        input. `share` of the tokens of its call are in this pass.
         """
+        if self._router_loss is not None:
+            self._balance = RouterBalance(self._router_loss, share, self._device)
         kept_from = len(self._layers) - plan.kept_layers
         visits = backward_visits(len(self._layers), interval, kept_from)
         self._forward(inputs, interval, kept_from)
@@ -231,6 +241,8 @@ class LayerMajorPass:
     @torch.no_grad()
     def _do_layer(self, m: int, layer: int, template: nn.Module) -> None:
         self._hidden[m] = self._call(m, layer, template, self._hidden[m])
+        if self._balance is not None:
+            self._balance.add(self._balance.logits(template))
 
     @torch.no_grad()
     def _recomputed(self, m: int, layer: int, template: nn.Module, hidden: Callable[[], Tensor]) -> Tensor:
@@ -238,7 +250,10 @@ class LayerMajorPass:
 
     def _do_kept_layer(self, m: int, layer: int, template: nn.Module) -> None:
         self._call_with_graph(m, layer, template, self._hidden[m])
-        self._hidden[m] = self._graphs[layer, m][1].detach()
+        _, output, logits = self._graphs[layer, m]
+        self._hidden[m] = output.detach()
+        if self._balance is not None:
+            self._balance.add(logits)
 
     def _do_recompute(self, m: int, layer: int, template: nn.Module, hidden: Callable[[], Tensor]) -> None:
         self._call_with_graph(m, layer, template, hidden())
@@ -247,7 +262,9 @@ class LayerMajorPass:
         hidden = hidden.detach().requires_grad_()
         before = torch.cuda.memory_allocated() if self._device == "cuda" else None
         with torch.enable_grad():
-            self._graphs[layer, m] = hidden, self._call(m, layer, template, hidden)
+            output = self._call(m, layer, template, hidden)
+        logits = None if self._balance is None else self._balance.logits(template)
+        self._graphs[layer, m] = hidden, output, logits
         if before is not None:  # known to the host's allocator: nothing waits for the device
             nbytes, tokens = self._saved.get(layer, (0, 0))
             self._saved[layer] = nbytes + torch.cuda.memory_allocated() - before, tokens + hidden.shape[1]
@@ -291,10 +308,15 @@ class LayerMajorPass:
     def _do_layer_backward(self, m: int, layer: int, template: nn.Module, accumulator: Accumulator | None) -> None:
         totals = gradient_views(self._layers[layer].plan, accumulator)
         parameters = [template.get_parameter(local) for local in totals]
-        hidden, output = self._graphs.pop((layer, m))
+        hidden, output, logits = self._graphs.pop((layer, m))
         if self._vision is not None:
             self._vision.do_take_output_gradient(m, layer, self._grad[m])
-        self._grad[m], *grads = torch.autograd.grad(output, [hidden, *parameters], self._grad[m], allow_unused=True)
+        outputs, seeds = [output], [self._grad[m]]
+        if logits is not None:
+            with torch.enable_grad():
+                outputs.append(self._balance.part(logits))
+            seeds.append(torch.ones_like(outputs[1]))
+        self._grad[m], *grads = torch.autograd.grad(outputs, [hidden, *parameters], seeds, allow_unused=True)
         used = [(total, grad) for total, grad in zip(totals.values(), grads, strict=True) if grad is not None]
         if used:
             self._functions.add(*zip(*used, strict=True))

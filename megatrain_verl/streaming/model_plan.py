@@ -19,6 +19,7 @@ from megatrain_verl.streaming.hub_layout import HubLayout
 from megatrain_verl.streaming.layer_arguments import DecoderSkeleton, decoder_of, embedding_scale
 from megatrain_verl.streaming.model_units import UnitPlan, freeze_parameters, plan_buffers, plan_unit
 from megatrain_verl.streaming.quantised_weights import check_quantization
+from megatrain_verl.streaming.router_loss import RouterLoss
 from megatrain_verl.streaming.vision_plan import VisionPlan
 
 # Families whose loss, gradients and updates are compared with plain transformers in tests/. Others differ in places
@@ -75,6 +76,8 @@ class ModelPlan:
     embedding_scale: float = 1.0
     # Logits z become logit_softcap * tanh(z / logit_softcap).
     logit_softcap: float | None = None
+    # The auxiliary loss of a mixture of experts, if the config asks for it.
+    router_loss: RouterLoss | None = None
     # The token whose embedding gets no gradient (Hugging Face models name pad_token_id); None: every token's does.
     padding_idx: int | None = None
     # Names by which checkpoints may also call a parameter (the tied output matrix), not to be loaded or exported.
@@ -226,6 +229,7 @@ def plan_model(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelPla
         vision=vision,
         embedding_scale=embedding_scale(model),
         logit_softcap=getattr(config.get_text_config(), "final_logit_softcapping", None),
+        router_loss=RouterLoss.of(model, decoder),
         hub=HubLayout(model, loaded, aliases),
         padding_idx=decoder.embed_tokens.padding_idx,
         aliases=aliases,

@@ -50,6 +50,11 @@ class PassPlan:
         rest = iter(micro_batches)
         return [[next(rest) for _ in range(count)] for count in self.waves]
 
+    def share(self, number: int, micro_batches: list[MicroBatch]) -> float:
+        """The part of the tokens that wave `number` (from 1) has."""
+        tokens = _wave_tokens(self, [batch.num_tokens for batch in micro_batches])
+        return tokens[number - 1] / sum(tokens)
+
 
 class PassPlanner:
     """Chooses a `PassPlan` for each step.
