@@ -2,7 +2,7 @@
 
 FOLDER is that of `grpo_step.py`: trace.jsonl has the engine's phases with their times, metrics.jsonl verl's phases with
 their seconds, gpu_memory.csv, on a GPU, the memory in use. verl logs no times: its phases are drawn one after the
-other, so that the middle of its update is the middle of the engine's.
+other, where those of the engine lie inside of them.
 """
 
 import argparse
@@ -18,7 +18,13 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
 ROWS = ("verl's trainer", "engine", "AdamW on the host")
-TRAINING = ("forward_backward", "optimizer_step")
+# verl's phase -> what the engine does in it.
+INSIDE = {
+    "old_log_prob": ("score",),
+    "ref": ("score_reference",),
+    "update_actor": ("forward_backward", "optimizer_step"),
+    "update_weights": ("export",),
+}
 Span = tuple[str, float, float]  # name, start, end; seconds
 
 
@@ -40,18 +46,20 @@ def engine_spans(trace: list[dict[str, Any]], step: int) -> tuple[list[Span], li
 
 
 def verl_spans(seconds: dict[str, float], phases: list[Span]) -> list[Span]:
-    """verl's phases of a step by their seconds, placed by the update of the engine's `phases`."""
-    update = [span for span in phases if span[0] in TRAINING]
-    middle = (update[0][1] + update[-1][2]) / 2
-    names = [name for name in PHASES if f"timing_s/{name}" in seconds]
-    before = names[: names.index("update_actor")]
-    start = middle - seconds["timing_s/update_actor"] / 2 - sum(seconds[f"timing_s/{name}"] for name in before)
-    spans = []
-    for name in names:
-        end = start + seconds[f"timing_s/{name}"]
+    """verl's phases of a step by their seconds, placed around the engine's `phases`."""
+    spans, end = [], 0.0
+    earliest, latest = [], []  # starts of the step with which one of verl's phases holds the engine's
+    for name in PHASES:
+        if f"timing_s/{name}" not in seconds:
+            continue
+        start, end = end, end + seconds[f"timing_s/{name}"]
         spans.append((name, start, end))
-        start = end
-    return spans
+        held = [phase for phase in phases if phase[0] in INSIDE.get(name, ())]
+        if held:
+            earliest.append(held[-1][2] - end)
+            latest.append(held[0][1] - start)
+    zero = (max(earliest) + min(latest)) / 2
+    return [(name, zero + start, zero + end) for name, start, end in spans]
 
 
 def draw(rows: list[list[Span]], memory: list[tuple[float, int]], title: str, png: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import grpo_timeline
 import pandas as pd
 import pytest
 import torch
@@ -74,6 +75,29 @@ def test_report_leaves_the_warm_up_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
     with pytest.raises(ValueError, match="has 1 steps instead of 3"):
         report.summarize(WORK, tmp_path, [], 0.0)
+
+
+def test_verls_phases_are_drawn_around_the_engines() -> None:
+    trace = [
+        {"phase": "export", "start": 10.0, "seconds": 0.1},
+        {"phase": "score", "start": 13.1, "seconds": 0.2},
+        {"phase": "forward_backward", "start": 13.7, "seconds": 0.5},
+        {"phase": "optimizer_step", "start": 14.2, "seconds": 0.1},
+        {"phase": "adamw", "start": 14.3, "seconds": 0.1},
+        {"phase": "export", "start": 14.6, "seconds": 0.1},
+    ]
+    phases, adamw = grpo_timeline.engine_spans(trace, 1)
+    assert [name for name, *_ in phases] == ["score", "forward_backward", "optimizer_step", "export"]
+    assert adamw == [("adamw", 14.3, 14.4)]
+    seconds = {"gen": 2.0, "old_log_prob": 0.5, "update_actor": 1.0, "update_weights": 0.25}
+    spans = grpo_timeline.verl_spans({f"timing_s/{name}": value for name, value in seconds.items()}, phases)
+    assert [name for name, *_ in spans] == list(seconds)
+    around = {name: (start, end) for name, start, end in spans}
+    inside = {name: (start, end) for name, start, end in phases}
+    for outer, inner in (("old_log_prob", "score"), ("update_actor", "forward_backward"), ("update_weights", "export")):
+        assert around[outer][0] <= inside[inner][0] and inside[inner][1] <= around[outer][1]
+    with pytest.raises(ValueError, match="has steps 1 to 1, not 2"):
+        grpo_timeline.engine_spans(trace, 2)
 
 
 @pytest.mark.slow
