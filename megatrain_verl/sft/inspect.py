@@ -18,8 +18,7 @@ import numpy as np
 from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
-from verl.utils import hf_processor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
 from megatrain_verl.sft import options, search_path
 from megatrain_verl.sft.chat_template import Encoded
@@ -27,6 +26,7 @@ from megatrain_verl.sft.dataset import folder_of, row_settings
 from megatrain_verl.sft.encoding import Report, usable_rows
 from megatrain_verl.sft.image_template import processor_of
 from megatrain_verl.sft.registry import find_datasets
+from megatrain_verl.verl_backend.processors import load_processor
 
 TRAINED, MASKED, RESET = "\033[32m", "\033[2m", "\033[0m"
 PERCENTILES = (0, 5, 50, 95, 100)
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_intermixed_args(arguments)
     try:
         config = _config(given)
-        tokenizer, processor = _tokenizer(config.model), hf_processor(os.path.expanduser(config.model.path))
+        tokenizer, processor = _tokenizer(config.model), _processor(config.model)
         for name in options.names(config.data.dataset):
             show(name, tokenizer, config.data, given.rows, sys.stdout, processor)
     except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
@@ -123,6 +123,15 @@ def _tokenizer(model: DictConfig) -> PreTrainedTokenizerBase:
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
+
+
+def _processor(model: DictConfig) -> ProcessorMixin | None:
+    path = os.path.expanduser(model.path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):  # a folder with a tokenizer only
+        return None
+    return load_processor(path, config, model.custom_chat_template)
 
 
 if __name__ == "__main__":

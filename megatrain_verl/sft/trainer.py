@@ -26,6 +26,7 @@ from megatrain_verl.sft.dataset import ChatDataset
 from megatrain_verl.sft.run_state import RunState
 from megatrain_verl.sft.samples import Sample, SampleWriter
 from megatrain_verl.verl_backend.checkpoint import HUGGINGFACE
+from megatrain_verl.verl_backend.processors import image_processor
 from verl_patches import sft_reports
 
 MOST_STEPS_WITHOUT_UPDATE = 10
@@ -50,6 +51,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
     def _build_config(self) -> None:
         super()._build_config()
         options.check_model(self.config, self.model_config.hf_config)
+        self.model_config.processor = image_processor(self.model_config)
 
     def _build_dataset(self) -> None:
         super()._build_dataset()

@@ -24,9 +24,9 @@ def check(data: DictConfig, tokenizer: PreTrainedTokenizerBase, processor: Proce
 
     Raises:
         ValueError: a missing, unreadable or empty file; no column `data.prompt_key`, or a row in which it does not
-            hold messages (verl would count it as too long); fewer usable prompts than one training batch; a prompt
-            over `data.max_prompt_length` that `data` does not say to drop or to cut. (verl's agent loop would cut it
-            on the left with `data.truncation=error` too.)
+            hold messages (verl would count it as too long); images that verl would leave out; fewer usable prompts
+            than one training batch; a prompt over `data.max_prompt_length` that `data` does not say to drop or to cut.
+            (verl's agent loop would cut it on the left with `data.truncation=error` too.)
     """
     least_rows = {"train_files": data.train_batch_size, "val_files": 1}
     for option in least_rows:
@@ -76,6 +76,7 @@ def _usable_prompts(
     if not isinstance(dataset, RLHFDataset):
         return len(dataset)
     _check_prompts(option, data, dataset)
+    _check_images(option, data, dataset, processor)
     if not (data.filter_overlong_prompts or data.truncation == "error"):
         return len(dataset)
 
@@ -110,6 +111,17 @@ def _check_prompts(option: str, data: DictConfig, dataset: RLHFDataset) -> None:
                 f"data.{option} = {data[option]}, row {row}: column {key} (data.prompt_key) must be a list of "
                 f"messages with role and content, got {str(messages)[:60]!r}"
             )
+
+
+def _check_images(option: str, data: DictConfig, dataset: RLHFDataset, processor: ProcessorMixin | None) -> None:
+    """verl leaves out the images of prompts for which it has no processor."""
+    key = data.get("image_key", "images")
+    if processor is None and key in dataset.dataframe.column_names and any(dataset.dataframe[key]):
+        raise ValueError(
+            f"data.{option} = {data[option]} has images in column {key} (data.image_key), but verl has no processor "
+            "for the model: it takes text only, its processor cannot be loaded (Qwen's needs torchvision), or it is "
+            "not one that verl 0.9.1 knows (Qwen2-VL, Qwen2.5-VL, Qwen3-VL)"
+        )
 
 
 def _are_messages(value: object) -> bool:
