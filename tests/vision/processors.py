@@ -1,38 +1,64 @@
-"""Processors of tiny models, with a byte tokenizer, saved beside the models."""
+"""Processors of tiny models, with a byte tokenizer whose last tokens are those of images."""
 
 from pathlib import Path
 
-from transformers import LlavaNextImageProcessor, LlavaNextProcessor
+from transformers import (
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+)
+from transformers.video_processing_utils import BaseVideoProcessor
 
 from tests.sft.cases import byte_tokenizer
 from tests.vision import cases
 
+TOKENS = {
+    "llava_next": {"image_token": "<image>"},
+    "gemma3": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    "qwen2_5_vl": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+}
+SHOWN = {"llava_next": "<image>", "gemma3": "<start_of_image>", "qwen2_5_vl": "<|image_pad|>"}
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
-    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{{ 'IMAGE' if part.type == 'image' else part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def save_llava(folder: Path) -> LlavaNextProcessor:
-    """A tiny LLaVA-NeXT with its processor in `folder`; its image token is the tokenizer's `<image>`."""
-    tokenizer = byte_tokenizer(None)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    config = cases.tiny_config("llava_next", vocab_size=len(tokenizer))
-    config.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
-    images = LlavaNextImageProcessor(
-        size={"shortest_edge": 16},
-        crop_size={"height": 16, "width": 16},
-        image_grid_pinpoints=config.image_grid_pinpoints,
+def make(family: str) -> ProcessorMixin:
+    """The processor of `cases.tiny_config(family)`, without its video part."""
+    base = byte_tokenizer(None)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=base.backend_tokenizer,
+        eos_token=base.eos_token,
+        pad_token=base.pad_token,
+        extra_special_tokens=TOKENS[family],
     )
-    processor = LlavaNextProcessor(
-        image_processor=images,
-        tokenizer=tokenizer,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=CHAT,
-    )
+    shared = {"tokenizer": tokenizer, "chat_template": CHAT.replace("IMAGE", SHOWN[family])}
+    if family == "llava_next":
+        sides = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+        pinpoints = cases.CONFIGS[family]["image_grid_pinpoints"]
+        settings = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        images = LlavaNextImageProcessor(image_grid_pinpoints=pinpoints, **sides)
+        return LlavaNextProcessor(image_processor=images, **settings, **shared)
+    if family == "gemma3":
+        images = Gemma3ImageProcessor(size={"height": 24, "width": 24})
+        return Gemma3Processor(image_processor=images, image_seq_length=9, **shared)
+    size = {"shortest_edge": 256, "longest_edge": 1024}
+    images = Qwen2VLImageProcessor(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    no_video = BaseVideoProcessor.__new__(BaseVideoProcessor)  # a real one needs torchvision; the rows have no video
+    return Qwen2_5_VLProcessor(image_processor=images, video_processor=no_video, **shared)
+
+
+def save(family: str, folder: Path) -> None:
+    """A tiny model and its processor in `folder`."""
+    processor = make(family)
+    config = cases.tiny_config(family, vocab_size=len(processor.tokenizer))
+    config.image_token_id = processor.image_token_id
     cases.plain_model(config).save_pretrained(folder)
     processor.save_pretrained(folder)
-    return processor

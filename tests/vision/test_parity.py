@@ -13,6 +13,18 @@ COUNTS = [1, 0, 2]  # images per row
 # Rounding that grows on the way back to the encoder: plain transformers in float32 is as far from itself in float64.
 TOLERANCES = {"qwen3_5": 1e-4, "gemma3": 3e-5}
 
+SETTINGS = {1: [{}, {"wave_tokens": 150}], 3: [{"checkpoint_interval": 2}]}  # by rows per micro-batch
+ALWAYS = ("qwen3_vl", "gemma3")  # whose features and masks go furthest; the others run all settings with --full
+
+
+def combinations():
+    for family in cases.CONFIGS:
+        for size, several in SETTINGS.items():
+            for settings in several:
+                slow = [pytest.mark.slow] if settings and family not in ALWAYS else []
+                name = "-".join([family, str(size), *settings])
+                yield pytest.param(family, size, settings, marks=slow, id=name)
+
 
 def plain_step(model, optimizer, rows, clip):
     """One plain step on the mean over all next tokens; returns loss, gradients before clipping, and their norm."""
@@ -40,8 +52,7 @@ def engine_pass(engine, micro_batches):
     return sum(loss.item() for loss in losses)
 
 
-@pytest.mark.parametrize("size, settings", [(1, {}), (3, {"checkpoint_interval": 2}), (1, {"wave_tokens": 150})])
-@pytest.mark.parametrize("family", cases.CONFIGS)
+@pytest.mark.parametrize("family, size, settings", list(combinations()))
 def test_three_steps_equal_plain_adamw(family, size, settings):
     config = cases.tiny_config(family)
     tolerance = TOLERANCES.get(family, 1e-5)

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from megatrain_verl.sft.dataset import ChatDataset
 from megatrain_verl.sft.images import open_images
 from tests.sft.cases import data_config
-from tests.vision.processors import save_llava
+from tests.vision import processors
 
 SHAPES = OmegaConf.create({"names": ["shapes"], "part": "train"})
 
@@ -22,30 +22,32 @@ SHAPES = OmegaConf.create({"names": ["shapes"], "part": "train"})
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
-    save_llava(folder / "model")
     draw_shapes.write(folder / "data", 16)
     return folder
 
 
 @pytest.fixture(scope="module")
-def processor(folder):
-    return AutoProcessor.from_pretrained(folder / "model")
+def processor():
+    return processors.make("llava_next")
 
 
 def dataset(processor, data, **options):
     return ChatDataset(SHAPES, processor.tokenizer, data_config(data, **options), processor)
 
 
-def test_a_row_is_what_the_processor_makes_of_it(folder, processor):
+@pytest.mark.parametrize("family", processors.TOKENS)
+def test_a_row_is_what_the_processor_makes_of_it(folder, family):
     """Tokens and pixels are the processor's; trained is the answer with its end-of-turn token."""
+    processor = processors.make(family)
     row = dataset(processor, folder / "data")[3]
     source = json.loads((folder / "data" / "shapes.json").read_text())[3]
-    answer = source["messages"][1]["content"]
-    text = f"<|im_start|>user\n<image>What is it?<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+    answer, shown = source["messages"][1]["content"], processors.SHOWN[family]
+    text = f"<|im_start|>user\n{shown}What is it?<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
     image = open_images([{"bytes": None, "path": str(folder / "data" / source["images"][0])}])
     expected = processor(text=[text], images=image, return_tensors="pt")
     assert torch.equal(row["input_ids"], expected["input_ids"][0])
-    assert row["multi_modal_inputs"].keys() == {"pixel_values", "image_sizes"}
+    tensors = {"llava_next": {"image_sizes"}, "gemma3": set(), "qwen2_5_vl": {"image_grid_thw"}}[family]
+    assert row["multi_modal_inputs"].keys() == {"pixel_values", *tensors}
     for name, value in row["multi_modal_inputs"].items():
         assert torch.equal(value, expected[name])
     assert processor.tokenizer.decode(row["input_ids"][row["loss_mask"].bool()]) == f"{answer}<|im_end|>"
@@ -99,11 +101,13 @@ def write(folder, rows):
 
 
 @pytest.mark.timeout(400)
-def test_run_trains_encoder_projector_and_language_model(folder):
+@pytest.mark.parametrize("family", ["llava_next", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_run_trains_encoder_projector_and_language_model(folder, tmp_path, family):
     """Eight steps on drawn shapes: the loss falls, and the exported model has other weights in every part."""
+    processors.save(family, tmp_path / "model")
     options = [
         "model.path=model",
-        "data.dataset_dir=data",
+        f"data.dataset_dir={folder / 'data'}",
         "data.dataset=shapes",
         "data.train_batch_size=8",
         "data.max_length=256",
@@ -119,16 +123,16 @@ def test_run_trains_encoder_projector_and_language_model(folder):
     environment = {name: value for name, value in os.environ.items() if name not in launcher}
     environment |= {"VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "megatrain_verl.sft", *options]
-    run = subprocess.run(command, env=environment, cwd=folder, text=True, capture_output=True, timeout=300)
+    run = subprocess.run(command, env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
-    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["data"]["train/loss"] for line in lines if "train/loss" in line["data"]]
     assert len(losses) == 8 and losses[-1] < 0.8 * losses[0]
-    exported = folder / "out" / "global_step_8" / "huggingface"
+    exported = tmp_path / "out" / "global_step_8" / "huggingface"
     before, after = (
-        AutoModelForImageTextToText.from_pretrained(path).state_dict() for path in (folder / "model", exported)
+        AutoModelForImageTextToText.from_pretrained(path).state_dict() for path in (tmp_path / "model", exported)
     )
-    assert AutoProcessor.from_pretrained(exported).image_token == "<image>"
-    for part in ("vision_tower.encoder.layers.0", "multi_modal_projector", "image_newline", "language_model.layers.1"):
+    assert AutoProcessor.from_pretrained(exported).image_token == processors.TOKENS[family]["image_token"]
+    for part in ("vision_tower.encoder.layers.0", "multi_modal_projector", "language_model.layers.1"):
         names = [name for name in before if part in name]
         assert names and not any(torch.equal(before[name], after[name]) for name in names), part
