@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from transformers import (
+    BaseVideoProcessor,
     Gemma3ImageProcessor,
     Gemma3Processor,
     LlavaNextImageProcessor,
@@ -12,7 +13,6 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
 )
-from transformers.video_processing_utils import BaseVideoProcessor
 
 from tests.sft.cases import byte_tokenizer
 from tests.vision import cases
