@@ -121,13 +121,15 @@ def tiny_config(family: str, **text: object) -> PretrainedConfig:
 def plain_model(config: PretrainedConfig, seed: int = 0) -> nn.Module:
     """A float32 transformers model with weights large enough for attention and images to matter."""
     torch.manual_seed(seed)
+    # Linear attention and Gemma's scaled embeddings round more, which larger weights multiply on the way back.
+    scale = 3 if config.model_type in ("qwen3_5", "gemma3") else 8
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not parameter.any():  # Gemma 3's projector, which would let no gradient through
                 parameter.normal_(0, 0.1)
             if parameter.dim() > 1:
-                parameter.mul_(8 if "language_model" in name or "lm_head" in name else 4)
+                parameter.mul_(scale if "language_model" in name or "lm_head" in name else 4)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model

@@ -11,7 +11,7 @@ from tests.vision import cases
 
 COUNTS = [1, 0, 2]  # images per row
 # Rounding that grows on the way back to the encoder: plain transformers in float32 is as far from itself in float64.
-TOLERANCES = {"qwen3_5": 1e-4, "gemma3": 3e-5}
+TOLERANCES = {"qwen3_5": 1e-4, "gemma3": 1e-4}
 
 SETTINGS = {1: [{}, {"wave_tokens": 150}], 3: [{"checkpoint_interval": 2}]}  # by rows per micro-batch
 ALWAYS = ("qwen3_vl", "gemma3")  # whose features and masks go furthest; the others run all settings with --full
@@ -56,7 +56,8 @@ def engine_pass(engine, micro_batches):
 def test_three_steps_equal_plain_adamw(family, size, settings):
     config = cases.tiny_config(family)
     tolerance = TOLERANCES.get(family, 1e-5)
-    adamw = AdamWConfig(lr=1e-4, weight_decay=0.1)
+    # Where a gradient is rounding alone (biases of keys), AdamW without a larger eps makes whole steps of it.
+    adamw = AdamWConfig(lr=1e-4, weight_decay=0.1, eps=1e-6)
     model = cases.plain_model(copy.deepcopy(config))
     engine = oracle.make_engine(model, config, adamw, **settings)
     optimizer = oracle.plain_adamw(model, adamw)
