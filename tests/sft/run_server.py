@@ -9,6 +9,7 @@ One JSON line per request on the standard input, one JSON line as the answer:
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -17,6 +18,11 @@ import sys
 import time
 import traceback
 from typing import Any, NoReturn
+
+import matplotlib.backends.backend_agg  # noqa: F401
+import matplotlib.figure  # noqa: F401
+import torch.utils.tensorboard  # noqa: F401
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
 import megatrain_verl.sft.trainer  # noqa: F401
 import megatrain_verl.verl_backend.engine  # noqa: F401
@@ -75,6 +81,7 @@ def main() -> None:
     """Answer until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    gc.collect(), gc.freeze()  # what has been imported is not garbage, and verl collects often
     for line in sys.stdin:
         request = json.loads(line)
         answer = {"status": wait(request["wait"], request["seconds"])} if "wait" in request else {"pid": start(request)}

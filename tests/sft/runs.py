@@ -108,9 +108,9 @@ class RunServer:
         """`start` and wait."""
         return self.start(folder, *options, before=before, env=env).wait()
 
-    def train_with(self, folder: Path, arguments: list[str]) -> Ended:
+    def train_with(self, folder: Path, arguments: list[str], seconds: float = 120) -> Ended:
         """A run with these arguments alone."""
-        return self._start(folder, arguments, None, {}).wait()
+        return self._start(folder, arguments, None, {}).wait(seconds)
 
     def _start(self, folder: Path, arguments: list[str], before: tuple[str, Any] | None, env: dict[str, str]) -> Run:
         self._count += 1

@@ -1,9 +1,6 @@
 """SFT of SmolLM2-135M-Instruct equals the golden losses and gradient norms of a plain loop."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import make_model
@@ -11,6 +8,7 @@ import pytest
 
 from tests.sft import plain_loop
 from tests.sft.cases import write_dataset
+from tests.sft.runs import RunServer
 
 STEPS = 10
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,21 +36,12 @@ def smollm2() -> Path:
     return folder
 
 
-def run(model: Path, folder: Path, steps: int) -> dict[str, list[float]]:
+def run(model: Path, folder: Path, server: RunServer, steps: int) -> dict[str, list[float]]:
     """Loss and gradient norm of each step of the command."""
     write_dataset(folder / "data", plain_loop.rows(), name="sums")
     files = [f"model.path={model}", f"data.dataset_dir={folder / 'data'}", f"trainer.total_training_steps={steps}"]
-    launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "VERL_FILE_LOGGER_PATH"}
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    result = subprocess.run(
-        [sys.executable, "-m", "megatrain_verl.sft", *files, *OPTIONS],
-        env={**environment, "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1"},
-        cwd=folder,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert result.returncode == 0, result.stdout[-3000:]
+    ended = server.train_with(folder, [*files, *OPTIONS], seconds=1700)
+    assert ended.status == 0, ended.printed[-3000:]
     lines = [json.loads(line)["data"] for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     return {name: [line[f"train/{name}"] for line in lines] for name in ("loss", "grad_norm")}
 
@@ -63,18 +52,18 @@ def largest_difference(found: list[float], expected: list[float]) -> float:
 
 
 @pytest.mark.timeout(400)
-def test_sft_equals_the_golden_losses(smollm2: Path, tmp_path: Path) -> None:
+def test_sft_equals_the_golden_losses(smollm2: Path, tmp_path: Path, server: RunServer) -> None:
     golden = json.loads(plain_loop.GOLDEN.read_text())
-    found = run(smollm2, tmp_path, STEPS)
+    found = run(smollm2, tmp_path, server, STEPS)
     assert largest_difference(found["loss"], golden["loss"][:STEPS]) < 1e-5
     assert largest_difference(found["grad_norm"], golden["grad_norm"][:STEPS]) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_sft_equals_all_golden_losses(smollm2: Path, tmp_path: Path) -> None:
+def test_sft_equals_all_golden_losses(smollm2: Path, tmp_path: Path, server: RunServer) -> None:
     golden = json.loads(plain_loop.GOLDEN.read_text())
-    found = run(smollm2, tmp_path, plain_loop.STEPS)
+    found = run(smollm2, tmp_path, server, plain_loop.STEPS)
     for name, value in found.items():
         by_steps = {steps: largest_difference(value[:steps], golden[name][:steps]) for steps in (STEPS, 30, 100)}
         print(name, {steps: f"{difference:.1e}" for steps, difference in by_steps.items()})
