@@ -13,29 +13,35 @@ from verl.utils.tracking import ValidationGenerationsLogger
 
 from megatrain_verl.streaming.engine import StreamingEngine
 from megatrain_verl.streaming.generation import greedy
+from megatrain_verl.verl_backend.micro_batches import row_images
 
 SHOWN = 300  # characters of a text on the console
 
 
 @dataclass
 class Sample:
-    """A prompt, and the answer that the data has for it, as token ids."""
+    """A prompt with its images, and the answer that the data has for it, as token ids."""
 
     prompt: list[int]
     answer: list[int]
+    images: dict[str, Tensor] | None = None
 
     @classmethod
-    def of_row(cls, row: dict[str, Tensor]) -> "Sample":
+    def of_row(cls, row: dict[str, Any], image_token: int | None = None) -> "Sample | None":
         """Up to the first trained token, and the trained tokens that follow at once.
 
-        A row that is trained from its start (`data.train_on_prompt`) is cut in half.
+        A row that is trained from its start (`data.train_on_prompt`) is cut in half. None for a row with images behind
+        the prompt.
         """
         ids, mask = row["input_ids"].tolist(), row["loss_mask"].tolist()
         start = mask.index(1) if 1 in mask else len(ids)
-        if start < 2:
-            return cls(ids[: (len(ids) + 1) // 2], ids[(len(ids) + 1) // 2 :])
         end = mask.index(0, start) if 0 in mask[start:] else len(ids)
-        return cls(ids[:start], ids[start:end])
+        if start < 2:
+            start, end = (len(ids) + 1) // 2, len(ids)
+        images = row_images(row.get("multi_modal_inputs"))
+        if images is not None and image_token in ids[start:]:
+            return None
+        return cls(ids[:start], ids[start:end], images)
 
 
 class SampleWriter:
@@ -63,7 +69,8 @@ class SampleWriter:
 
     def write(self, engine: StreamingEngine, step: int) -> None:
         """Generate greedily with the weights of now and write down what came."""
-        generated = greedy(engine, [sample.prompt for sample in self._samples], self._max_new_tokens, self._stop_tokens)
+        prompts, images = zip(*((sample.prompt, sample.images) for sample in self._samples), strict=True)
+        generated = greedy(engine, list(prompts), self._max_new_tokens, self._stop_tokens, images)
         entries = [
             {
                 "prompt": self._tokenizer.decode(sample.prompt),

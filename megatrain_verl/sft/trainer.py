@@ -182,10 +182,13 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         if self.val_dataset is None or not trainer.sample_rows:
             return None
         rows = range(min(trainer.sample_rows, len(self.val_dataset)))
-        samples = [Sample.of_row(self.val_dataset[row]) for row in rows]
-        return SampleWriter(
-            samples, self.model_config.tokenizer, self._stop_tokens(), trainer.sample_tokens, file, trainer.logger
-        )
+        image_token = getattr(self.model_config.processor, "image_token_id", None)
+        samples = [Sample.of_row(self.val_dataset[row], image_token) for row in rows]
+        samples = [sample for sample in samples if sample is not None]
+        if not samples:
+            return None
+        stops = [*self._stop_tokens(), *([] if image_token is None else [image_token])]  # that no image would belong to
+        return SampleWriter(samples, self.model_config.tokenizer, stops, trainer.sample_tokens, file, trainer.logger)
 
     def _end_step(self) -> None:
         """Between two steps: the data loader stands where the next one begins."""

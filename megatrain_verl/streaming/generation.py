@@ -5,16 +5,23 @@ together, so a token costs one transfer of the weights (2 bytes per parameter in
 rows' tokens, whatever their number. A rollout engine is what to use for more than samples.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
+from torch import Tensor
 
 from megatrain_verl.streaming.batch import MicroBatch
 from megatrain_verl.streaming.engine import StreamingEngine
 
+Images = dict[str, Tensor]
+
 
 def greedy(
-    engine: StreamingEngine, prompts: list[list[int]], max_new_tokens: int, stop_tokens: Collection[int] = ()
+    engine: StreamingEngine,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    stop_tokens: Collection[int] = (),
+    images: Sequence[Images | None] | None = None,
 ) -> list[list[int]]:
     """The most probable continuation of each prompt, token by token.
 
@@ -22,8 +29,10 @@ def greedy(
 
     Args:
         prompts: token ids of each row, at least one.
+        images: of each row, as in `MicroBatch`.
     """
-    limit = engine.config.max_seq_len or engine.model_config.max_position_embeddings
+    limit = engine.config.max_seq_len or engine.model_config.get_text_config().max_position_embeddings
+    images = images or [None] * len(prompts)
     generated: list[list[int]] = [[] for _ in prompts]
     for _ in range(max_new_tokens):
         running = [
@@ -33,15 +42,15 @@ def greedy(
         ]
         if not running:
             break
-        rows = [_row(prompts[number] + generated[number]) for number in running]
+        rows = [_row(prompts[number] + generated[number], images[number]) for number in running]
         for number, row, outputs in zip(running, rows, engine.forward(rows, argmax=True), strict=True):
             generated[number].append(int(outputs.argmax[row.num_tokens - 2]))
     return generated
 
 
-def _row(tokens: list[int]) -> MicroBatch:
+def _row(tokens: list[int], images: Images | None) -> MicroBatch:
     """`tokens` and a place for the next one, which alone is scored; what stands there does not matter."""
     input_ids = torch.tensor([*tokens, 0])
     scored = torch.zeros(len(input_ids), dtype=torch.bool)
     scored[-2] = True
-    return MicroBatch(input_ids, torch.arange(len(input_ids)), [len(input_ids)], score_mask=scored)
+    return MicroBatch(input_ids, torch.arange(len(input_ids)), [len(input_ids)], score_mask=scored, images=images)

@@ -1,10 +1,13 @@
 """Greedy samples of the streaming engine are those of transformers' `generate`."""
 
+import copy
+
 import pytest
 import torch
 
 from megatrain_verl.streaming.generation import greedy
 from tests import oracle
+from tests.vision import cases
 
 PROMPTS = [[5, 6, 7], [1], [3, 9, 27, 81, 50, 60, 2, 44]]
 
@@ -42,4 +45,19 @@ def test_a_row_ends_at_a_stop_token_or_the_longest_row(plain):
         whole = expected(model, prompt, 24 - len(prompt), eos_token_id=stop)
         assert row == whole and len(prompt) + len(row) <= 24
     assert found[0][-1] == stop and len(found[0]) < 10
+    engine.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_next"])
+def test_rows_with_images_go_on_from_their_images(family):
+    model = cases.plain_model(cases.tiny_config(family))
+    engine = oracle.make_engine(model, copy.deepcopy(model.config))
+    rows, stops = cases.rows(family, [1, 0, 2]), [cases.IMAGE_TOKEN, 91]
+    found = greedy(engine, [row.ids.tolist() for row in rows], 4, stops, [row.images for row in rows])
+    for row, new in zip(rows, found, strict=True):
+        expected = []
+        while len(expected) < 4 and not (expected and expected[-1] in stops):
+            ids = torch.cat([row.ids, torch.tensor([*expected, 0], dtype=torch.int64)])
+            expected.append(cases.plain_logits(model, cases.Row(ids, row.images))[-2].argmax().item())
+        assert new == expected
     engine.close()

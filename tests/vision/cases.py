@@ -150,14 +150,19 @@ def pack(batch: list[Row]) -> MicroBatch:
 
 def plain_log_probs(model: nn.Module, row: Row, temperature: float = 1.0) -> Tensor:
     """(L - 1,) log-probs of the next tokens of one row, with gradient, from the model's own forward."""
+    logits = plain_logits(model, row)[:-1].float() / temperature
+    return torch.log_softmax(logits, dim=-1).gather(1, row.ids[1:, None]).squeeze(1)
+
+
+def plain_logits(model: nn.Module, row: Row) -> Tensor:
+    """(L, V) logits of one row, with gradient."""
     types = (row.ids == IMAGE_TOKEN).int()[None]
     extra = {
         "gemma3": {"token_type_ids": types},
         "internvl": {},
         "llava_next": {},
     }.get(model.config.model_type, {"mm_token_type_ids": types})
-    logits = model(input_ids=row.ids[None], **(row.images or {}), **extra).logits[0, :-1].float() / temperature
-    return torch.log_softmax(logits, dim=-1).gather(1, row.ids[1:, None]).squeeze(1)
+    return model(input_ids=row.ids[None], **(row.images or {}), **extra).logits[0]
 
 
 def _row(family: str, count: int, generator: torch.Generator) -> Row:
