@@ -118,7 +118,7 @@ RULES = {
     "trainer.total_training_steps": whole(1).or_null(),
     "trainer.save_freq": EVERY,
     "trainer.test_freq": EVERY,
-    "trainer.max_ckpt_to_keep": whole(1).or_null(),
+    "trainer.max_ckpt_to_keep": whole(0).or_null(),
     "trainer.resume_mode": one_of("auto", "disable", "resume_path"),
     "trainer.resume_from_path": TEXT.or_null(),
     "trainer.sample_rows": whole(0),

@@ -64,7 +64,7 @@ class Progress:
 
     Args:
         state: counts the steps.
-        parameters: of the model, for TFLOP/s (6 x parameters x tokens / seconds).
+        parameters: that a token passes, for TFLOP/s (6 x parameters x tokens / seconds).
         total_steps: of the run.
         step_ended: called when all of a step is done: update started, evaluated and saved if it was its turn.
     """

@@ -135,8 +135,8 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         self._check_position()
         metrics_file.trim(folder / SAMPLES, self.resume_global_step)
         self._samples = self._sample_writer(folder / SAMPLES)
-        steps = self.total_training_steps
-        self._progress = progress.Progress(self.state, self.engine.streaming.num_parameters, steps, self._end_step)
+        steps, active = self.total_training_steps, self.engine.streaming.plan.active_parameters
+        self._progress = progress.Progress(self.state, active, steps, self._end_step)
         path = options.metrics_path(self.config)
         with metrics_file.continued(path, self.resume_global_step), stopping.Termination() as self._termination:
             self._train()

@@ -161,6 +161,11 @@ class ModelPlan:
         return sum(active[unit.structure] for unit in self.layers)
 
     @property
+    def active_parameters(self) -> int:
+        """Parameters that a token passes: all but the experts that it is not sent to."""
+        return self.num_parameters - sum(unit.numel for unit in self.layers) + self.active_layer_parameters
+
+    @property
     def vocab_size(self) -> int:
         return self.config.get_text_config().vocab_size
 

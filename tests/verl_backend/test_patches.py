@@ -14,13 +14,14 @@ import verl.utils.config
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.trainer import sft_trainer
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_base
 from verl.utils.checkpoint import checkpoint_handler
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 import verl_patches
-from verl_patches import atomic_tracker, cpu_process_group, guard, import_hook
+from verl_patches import atomic_tracker, cpu_process_group, guard, import_hook, sft_reports
 
 verl_patches.apply_all()
 
@@ -223,3 +224,19 @@ def test_the_plugin_keeps_import_verl_light() -> None:
         "assert 'megatrain_verl.verl_backend.plugin' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "VERL_PLATFORM": "cpu"}, timeout=120)
+
+
+# ---------------------------------------------------------------------------------------------------- reports of SFT
+
+
+def test_the_sft_trainers_bar_and_trackers_are_replaced_in_the_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sft_trainer.Tracking, sft_trainer.tqdm
+    with pytest.raises(KeyError), sft_reports.replaced(tracking=dict, progress=list):
+        assert (sft_trainer.Tracking, sft_trainer.tqdm) == (dict, list)
+        raise KeyError
+    assert (sft_trainer.Tracking, sft_trainer.tqdm) == before
+    monkeypatch.setattr(sft_trainer.SFTTrainer, "fit", lambda self: None)
+    with pytest.raises(RuntimeError, match="sft_reports was written for verl 0.9.1, but SFTTrainer.fit has changed"):
+        with sft_reports.replaced(tracking=dict, progress=list):
+            pass
+    assert (sft_trainer.Tracking, sft_trainer.tqdm) == before
