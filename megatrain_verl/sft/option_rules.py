@@ -71,6 +71,14 @@ WEIGHTS = Rule(
     "a list of positive numbers",
     lambda value: isinstance(value, ListConfig) and len(value) > 0 and all(POSITIVE.accepts(item) for item in value),
 )
+DEVICES = Rule(
+    "a list of different whole numbers",
+    lambda value: (
+        isinstance(value, ListConfig)
+        and all(_is_whole(item) and item >= 0 for item in value)
+        and len(set(value)) == len(value) > 0
+    ),
+)
 DATASETS = Rule(
     "names of data sets, a description of one, or a list of these",
     lambda value: all(
@@ -114,6 +122,8 @@ RULES = {
     "trainer.default_local_dir": TEXT,
     "trainer.logger": LOGGERS,
     "trainer.seed": whole(0),
+    "trainer.devices": DEVICES.or_null(),
+    "trainer.n_gpus_per_node": whole(1),
     "trainer.total_epochs": whole(1),
     "trainer.total_training_steps": whole(1).or_null(),
     "trainer.save_freq": EVERY,

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from transformers import PretrainedConfig
 
@@ -23,8 +24,7 @@ def prepare(config: DictConfig, device: str) -> None:
     data, trainer = config.data, config.trainer
     trainer.device = device
     registration.refuse_several_hosts(trainer.nnodes)
-    if trainer.n_gpus_per_node > 1:
-        raise ValueError("several GPUs are not supported yet in SFT; set trainer.n_gpus_per_node=1")
+    _check_ranks(data, trainer)
     if data.dataset:
         _use_registry(data, trainer.seed)
     elif not data.train_files:
@@ -49,10 +49,40 @@ def prepare(config: DictConfig, device: str) -> None:
             f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} is less than data.max_length={data.max_length}: "
             "one row would not fit into a micro-batch"
         )
-    if not data.use_dynamic_bsz and data.train_batch_size % data.micro_batch_size_per_gpu:
+
+
+def devices(config: DictConfig) -> list[str]:
+    """The devices of the processes to start, as in CUDA_VISIBLE_DEVICES; none where this process trains.
+
+    Raises:
+        ValueError: there are not so many, or a launcher has started several processes already.
+    """
+    trainer = config.trainer
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("the run starts its own processes: set trainer.devices, and start it once, without torchrun")
+    if trainer.devices is None and trainer.n_gpus_per_node == 1:
+        return []
+    count = trainer.n_gpus_per_node
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(number) for number in range(count)]
+    if trainer.devices is not None:
+        names = [str(device) for device in trainer.devices]
+    there = count if trainer.device == "cpu" else torch.cuda.device_count()
+    if count > min(there, len(names)):
+        raise ValueError(f"{count} devices are asked for, {there} are here; lower trainer.n_gpus_per_node")
+    return names[:count]
+
+
+def _check_ranks(data: DictConfig, trainer: DictConfig) -> None:
+    if trainer.devices is not None:
+        trainer.n_gpus_per_node = len(trainer.devices)
+    size = trainer.n_gpus_per_node
+    if data.train_batch_size % size:
+        raise ValueError(f"data.train_batch_size={data.train_batch_size} must be a multiple of the {size} devices")
+    if not data.use_dynamic_bsz and data.train_batch_size // size % data.micro_batch_size_per_gpu:
         raise ValueError(
-            f"data.train_batch_size={data.train_batch_size} must be a multiple of data.micro_batch_size_per_gpu="
-            f"{data.micro_batch_size_per_gpu} with data.use_dynamic_bsz=False"
+            f"data.train_batch_size={data.train_batch_size} on {size} devices must be a multiple of "
+            f"data.micro_batch_size_per_gpu={data.micro_batch_size_per_gpu} with data.use_dynamic_bsz=False"
         )
 
 

@@ -1,4 +1,4 @@
-"""The environment of one training process that no launcher has started."""
+"""The environment of training processes that no launcher has started, and how they meet."""
 
 import os
 import tempfile
@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from verl.utils.device import get_device_name
+import torch.distributed
+from verl.utils.device import get_device_name, get_nccl_backend
 
-SINGLE_PROCESS = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
+ONE_HOST = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",  # verl wants one; nothing listens there, since the process group meets in a file
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
+SINGLE_PROCESS = ONE_HOST | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 @contextmanager
@@ -33,6 +32,15 @@ def single_process() -> Iterator[None]:
             os.environ.setdefault(name, value)
         os.environ.setdefault("DIST_INIT_METHOD", f"file://{folder}/process_group?rank=0&world_size=1")
         yield
+
+
+def meet() -> None:
+    """Make the process group as verl does, but leave the device to CUDA_VISIBLE_DEVICES.
+
+    It carries a few numbers per step; weights and gradients go other ways.
+    """
+    backend = f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"
+    torch.distributed.init_process_group(backend, init_method=os.environ.get("DIST_INIT_METHOD"))
 
 
 def device() -> str:

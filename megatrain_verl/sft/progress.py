@@ -11,6 +11,7 @@ from verl.utils.tracking import Tracking
 from verl.workers.engine_workers import TrainingWorker
 
 from megatrain_verl.sft.run_state import RunState, perplexity
+from megatrain_verl.verl_backend import ranks
 
 FLOPS_PER_PARAMETER = 6  # of forward and backward per token, recomputation not counted
 
@@ -46,7 +47,7 @@ class EvaluatingWorker:
 
     def infer_batch(self, data: TensorDict) -> TensorDict:
         """Score a batch of an evaluation, and count it."""
-        tokens = int(data["loss_mask"].sum())
+        tokens = ranks.total(int(data["loss_mask"].sum()))  # the loss is the mean over the ranks
         output = self._worker.infer_batch(data)
         self._loss_sum += tu.get(output, "metrics")["loss"] * tokens
         self._tokens += tokens

@@ -121,7 +121,7 @@ def overrides(file: Path) -> list[str]:
     if "model.name" not in settings:
         raise ValueError(f"{file}: model.name is missing")
     translated = {name: settings[key] for key, name in RENAMED.items() if key in settings}
-    translated |= _data(settings, file) | _schedule(settings, file) | _devices(settings, file)
+    translated |= _data(settings, file) | _schedule(settings, file) | _devices(settings)
     translated |= {
         "optim.betas": [settings["optimizer.beta1"], settings["optimizer.beta2"]],
         "optim.override_optimizer_config": {"eps": settings["optimizer.eps"]},
@@ -198,15 +198,9 @@ def _schedule(settings: dict[str, Any], file: Path) -> dict[str, Any]:
     }
 
 
-def _devices(settings: dict[str, Any], file: Path) -> dict[str, Any]:
+def _devices(settings: dict[str, Any]) -> dict[str, Any]:
     devices = settings.get("model.devices") or [settings.get("model.device", 0)]
-    if devices != list(range(len(devices))):
-        visible = ",".join(map(str, devices))
-        raise ValueError(
-            f"{file}: model.device must be 0 and model.devices 0, 1, ...; choose other devices by the environment "
-            f"variable CUDA_VISIBLE_DEVICES={visible}"
-        )
-    return {"trainer.n_gpus_per_node": len(devices)}
+    return {} if devices == [0] else {"trainer.devices": devices}
 
 
 def _quoted(value: Any) -> str:

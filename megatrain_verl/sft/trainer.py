@@ -1,5 +1,6 @@
 """verl's SFT trainer with checks before the model is loaded, and reports; the training loop is verl's own."""
 
+import contextlib
 import functools
 import os
 import sys
@@ -7,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from omegaconf import DictConfig
 from verl.trainer import sft_trainer
-from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+from verl.utils.distributed import destroy_global_process_group
 
 from megatrain_verl.sft import (
+    launch,
     loss_plot,
     metrics_file,
     model_card,
@@ -25,6 +28,7 @@ from megatrain_verl.sft import (
 from megatrain_verl.sft.dataset import ChatDataset
 from megatrain_verl.sft.run_state import RunState
 from megatrain_verl.sft.samples import Sample, SampleWriter
+from megatrain_verl.verl_backend import ranks
 from megatrain_verl.verl_backend.checkpoint import HUGGINGFACE
 from megatrain_verl.verl_backend.processors import image_processor
 from verl_patches import sft_reports
@@ -38,10 +42,13 @@ class SFTTrainer(sft_trainer.SFTTrainer):
 
     Args:
         config: a whole run, prepared by `options.prepare`.
+        command: resumes the run in a shell.
     """
 
-    def __init__(self, config: DictConfig) -> None:
-        self.state = RunState()
+    def __init__(self, config: DictConfig, command: str) -> None:
+        self.state, self._command = RunState(), command
+        self._first = torch.distributed.get_rank() == 0  # of several ranks, the one that writes and speaks
+        self._tracking: progress.RunTracking | None = None
         self.stopped: str | None = None  # why the run ended before its last step
         self._saved_step: int | None = None  # by this process
         super().__init__(config)
@@ -133,14 +140,16 @@ class SFTTrainer(sft_trainer.SFTTrainer):
             print(f"the run in {folder} has ended at step {self.resume_global_step}")
             return
         self._check_position()
-        metrics_file.trim(folder / SAMPLES, self.resume_global_step)
+        if self._first:
+            metrics_file.trim(folder / SAMPLES, self.resume_global_step)
         self._samples = self._sample_writer(folder / SAMPLES)
         steps, active = self.total_training_steps, self.engine.streaming.plan.active_parameters
         self._progress = progress.Progress(self.state, active, steps, self._end_step)
         path = options.metrics_path(self.config)
-        with metrics_file.continued(path, self.resume_global_step), stopping.Termination() as self._termination:
+        written = metrics_file.continued(path, self.resume_global_step) if self._first else contextlib.nullcontext()
+        with written, stopping.Termination() as self._termination:
             self._train()
-        if "file" in self.config.trainer.logger:
+        if self._first and "file" in self.config.trainer.logger:
             loss_plot.write(path, folder / PLOT)
         if self.engine.batches_without_labels:
             print(f"{self.engine.batches_without_labels} batches had no label and gave no gradient")
@@ -160,7 +169,8 @@ class SFTTrainer(sft_trainer.SFTTrainer):
             self._keep_state(error)
             raise
         finally:
-            self._tracking.finish()
+            if self._tracking is not None:
+                self._tracking.finish()
 
     def _make_tracking(self, **settings: Any) -> progress.RunTracking:
         self._tracking = progress.RunTracking(self._complete, self._logged, **settings)
@@ -179,7 +189,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
 
     def _sample_writer(self, file: Path) -> SampleWriter | None:
         trainer = self.config.trainer
-        if self.val_dataset is None or not trainer.sample_rows:
+        if self.val_dataset is None or not trainer.sample_rows or not self._first:
             return None
         rows = range(min(trainer.sample_rows, len(self.val_dataset)))
         image_token = getattr(self.model_config.processor, "image_token_id", None)
@@ -191,7 +201,10 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         return SampleWriter(samples, self.model_config.tokenizer, stops, trainer.sample_tokens, file, trainer.logger)
 
     def _end_step(self) -> None:
-        """Between two steps: the data loader stands where the next one begins."""
+        """Between two steps: the data loader stands where the next one begins. All ranks go on or end alike."""
+        reached = vars(self.state), self._saved_step, self._termination.requested
+        state, self._saved_step, self._termination.requested = ranks.from_first(reached)
+        vars(self.state).update(state)
         if self.state.steps_without_update >= MOST_STEPS_WITHOUT_UPDATE:
             raise ValueError(
                 f"the gradients of the last {MOST_STEPS_WITHOUT_UPDATE} steps were not finite and nothing was trained; "
@@ -210,13 +223,20 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         return patience is not None and self.state.evaluations_since_best >= patience
 
     def _keep_state(self, error: torch.OutOfMemoryError) -> None:
-        """Save the last whole step: the weights and moments on the host are those after it."""
-        if self.state.step == self.resume_global_step or not self._is_resumable:
+        """Save the last whole step: the weights and moments on the host are those after it.
+
+        Not in one of several ranks, which have failed with it and wait for nothing any more.
+        """
+        if (
+            torch.distributed.get_world_size() > 1
+            or self.state.step == self.resume_global_step
+            or not self._is_resumable
+        ):
             return
         if self._progress.position is not None:
             self.ckpt_handler.train_dataloader = _Position(self._progress.position)
         self._save()
-        error.add_note(f"Step {self.state.step} is saved. To go on from it, with a smaller need:\n  {self._command()}")
+        error.add_note(f"Step {self.state.step} is saved. To go on from it, with a smaller need:\n  {self._command}")
 
     def _save(self) -> None:
         if self._saved_step != self.state.step:
@@ -226,14 +246,11 @@ class SFTTrainer(sft_trainer.SFTTrainer):
     def _is_resumable(self) -> bool:
         return "model" in self.config.checkpoint.save_contents
 
-    def _command(self) -> str:
-        return stopping.resume_command(self.config, sys.orig_argv, os.environ)
-
     def how_to_go_on(self) -> str:
         """For a run that was told to end: the command that resumes it."""
         if not self._is_resumable:
             return "it cannot be resumed: checkpoint.save_contents is without model and optimizer"
-        return f"to go on: {self._command()}"
+        return f"to go on: {self._command}"
 
     # ------------------------------------------------------------------------------------------------- resuming
 
@@ -242,15 +259,23 @@ class SFTTrainer(sft_trainer.SFTTrainer):
 
         verl would take an iterator that stands at an epoch's end for the whole next epoch, and train nothing in it.
         """
-        state = self.train_dataloader.next_iter_state
+        state = ranks.from_first(self.train_dataloader.next_iter_state)
         if state is None:
             return
+        self._share_position(state)
         steps = len(self.train_dataloader)
         done = (self.resume_global_step - 1) % steps + 1
         if state.get("_num_yielded", done) != done:
             raise ValueError(self._other_data())
         if done == steps:
             self.train_dataloader.next_iter_state = None
+
+    def _share_position(self, state: dict[str, Any]) -> None:
+        """Every rank goes on from the first one's position, which may be of a run with another number of ranks."""
+        sampler = state.get("_sampler_iter_state")
+        if isinstance(sampler, dict) and "samples_yielded" in sampler:
+            sampler["samples_yielded"] = state["_num_yielded"] * self.train_batch_size_per_dp
+        self.train_dataloader.next_iter_state = state
 
     @property
     def last_checkpoint(self) -> Path:
@@ -274,20 +299,31 @@ class _Position:
 
 
 def run(config: DictConfig) -> None:
-    """Train as `config` says, in this process, and say where the model is.
+    """Train as `config` says, in this process or in one for each of several devices, and say where the model is.
 
     Raises:
         ValueError: wrong options or data, before the model is loaded.
+        RuntimeError: one of several processes failed; names it.
     """
     options.prepare(config, process.device())
     options.use_output_folder(config)
-    with output_folder.claimed(Path(config.trainer.default_local_dir)), process.single_process():
-        initialize_global_process_group()
-        try:
-            trainer = SFTTrainer(config)
-            trainer.fit()
-        finally:
-            destroy_global_process_group()
+    arguments = config, stopping.resume_command(config, sys.orig_argv, os.environ)
+    with output_folder.claimed(Path(config.trainer.default_local_dir)):
+        if devices := options.devices(config):
+            launch.run_ranks(train, arguments, devices)
+        else:
+            with process.single_process():
+                train(*arguments)
+
+
+def train(config: DictConfig, command: str) -> None:
+    """One rank of a run, whose environment says which; `command` resumes the run."""
+    process.meet()
+    try:
+        trainer = SFTTrainer(config, command)
+        trainer.fit()
+    finally:
+        destroy_global_process_group()
     if "file" in config.trainer.logger:
         print(f"metrics: {options.metrics_path(config)}")
     if "hf_model" in config.checkpoint.save_contents:

@@ -1,6 +1,7 @@
 """The ranks of a verl run: what they sum, and how their streaming engines meet on one set of host arenas."""
 
 import uuid
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,7 @@ def meet() -> Group:
     """
     if dist.get_world_size() == 1:
         return ALONE
-    name = [uuid.uuid4().hex if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(name, src=0)
-    return HostGroup(name[0], dist.get_rank(), dist.get_world_size())
+    return HostGroup(from_first(uuid.uuid4().hex), dist.get_rank(), dist.get_world_size())
 
 
 def total(count: int) -> int:
@@ -26,3 +25,10 @@ def total(count: int) -> int:
     counts = torch.tensor(count)
     dist.all_reduce(counts)
     return int(counts.item())
+
+
+def from_first(value: Any) -> Any:
+    """What the first rank gives, in every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

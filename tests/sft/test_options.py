@@ -91,7 +91,8 @@ REFUSED = {
         ["data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=5"],
         "must be a multiple of data.micro_batch_size_per_gpu=5",
     ),
-    "several GPUs": (["trainer.n_gpus_per_node=2"], "several GPUs are not supported"),
+    "rows on several GPUs": (["trainer.devices=[0,1,2]"], "train_batch_size=32 must be a multiple of the 3 devices"),
+    "several hosts": (["trainer.nnodes=2"], "runs on the GPUs of one host"),
 }
 
 

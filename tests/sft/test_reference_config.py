@@ -133,8 +133,6 @@ WRONG = {
     "rate": (NEXT.replace("5e-6", "[1]"), r"training.learning_rate must be a number, got \[1\]"),
     "type": (LLAMA.replace("bfloat16", "float16"), "model.dtype must be one of bfloat16, float32, got 'float16'"),
     "optimizer": (LLAMA.replace("deepspeed_adam", "sgd"), "optimizer.type must be one of deepspeed_adam, adamw"),
-    "device": (LLAMA.replace("device: 0", "device: 3"), "CUDA_VISIBLE_DEVICES=3"),
-    "devices": (LLAMA.replace("device: 0", "devices: [0, 1]"), "several GPUs are not supported"),
     "no model": (NEXT.replace("name: Qwen", "dtype: bfloat16 #"), "run_1.yaml.*"),
     "no data": ("model: {name: m}", "run_1.yaml: dataset.name or dataset.path is missing"),
     "steps": (NEXT.replace("num_steps: 200", "num_steps: 3"), "gradient_accumulation_steps must be between 1 and"),

@@ -1,0 +1,83 @@
+"""SFT in two processes on one set of arenas, by the command itself: the same run as in one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.sft.runs import ENVIRONMENT, OPTIONS, ROOT, make_inputs, metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+SHORT = ("trainer.total_training_steps=6", "trainer.save_freq=3", "trainer.test_freq=3")
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """The run in `folder`, whose output goes to `log`."""
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatrain_verl.sft", *OPTIONS, *SHORT, *options],
+            env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+            cwd=folder,
+            text=True,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def printed(folder: Path) -> str:
+    return (folder / "log").read_text()
+
+
+def ranks_of(parent: int) -> list[int]:
+    """The processes that `parent` has started for its ranks."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [pid for pid in map(int, children) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def wait_until_training(folder: Path, run: subprocess.Popen[str]) -> None:
+    """Until the first step is in the metrics."""
+    while not metrics_file(folder).exists() or not metrics_file(folder).read_bytes():
+        assert run.poll() is None, printed(folder)[-3000:]
+        time.sleep(0.2)
+
+
+def metrics_file(folder: Path) -> Path:
+    return folder / "out" / "metrics.jsonl"
+
+
+def test_two_processes_do_the_same_run_and_one_goes_on(tmp_path: Path) -> None:
+    folders = {name: make_inputs(tmp_path / name) for name in ("one", "two")}
+    assert start(folders["one"]).wait(400) == 0, printed(folders["one"])[-3000:]
+    assert start(folders["two"], "trainer.devices=[0,1]").wait(600) == 0, printed(folders["two"])[-3000:]
+    for name in ("train/loss", "train/grad_norm", "train/global_tokens", "val/loss"):
+        one, two = (metrics(folder, name) for folder in folders.values())
+        assert two == pytest.approx(one, rel=1e-4), name
+    # From step 3 of two processes with one.
+    (folders["two"] / "out" / "latest_checkpointed_iteration.txt").write_text("3")
+    before = metrics(folders["two"], "train/loss")
+    assert start(folders["two"]).wait(400) == 0, printed(folders["two"])[-3000:]
+    assert metrics(folders["two"], "train/loss") == pytest.approx(before, rel=1e-4)
+
+
+def test_a_killed_process_ends_the_run_and_sigterm_saves_it(tmp_path: Path) -> None:
+    folder = make_inputs(tmp_path / "run")
+    endless = ("trainer.devices=[0,1]", "trainer.total_training_steps=100000", "trainer.test_freq=-1")
+    run = start(folder, *endless)
+    wait_until_training(folder, run)
+    ranks = ranks_of(run.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    assert run.wait(60) != 0
+    assert "rank 1" in printed(folder) and "was ended by signal 9" in printed(folder)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+    run = start(folder, *endless)  # at once, in the same folder, from the last checkpoint
+    time.sleep(1)
+    wait_until_training(folder, run)
+    run.terminate()
+    assert run.wait(120) == 0, printed(folder)[-3000:]
+    assert "to go on: " in printed(folder) and "trainer.devices=[0,1]" in printed(folder)

@@ -1,0 +1,27 @@
+"""Real GRPO with two data-parallel ranks on the CPU, each with a vLLM of its own, and resumed with one rank."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.verl_backend.test_grpo import ACTOR, folder, train  # noqa: F401  (the fixture)
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
+TWO = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2")
+
+
+def test_two_ranks_train_and_one_goes_on(folder: Path) -> None:  # noqa: F811
+    module, loss = "megatrain_verl.main_ppo", (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.megatrain.dtype=float32")
+    metrics, _ = train(folder, module, 2, *TWO, *loss)
+    assert sorted(metrics) == [1, 2]
+    for data in metrics.values():
+        # The rollouts of both ranks had the trainer's weights of the step.
+        assert data["training/rollout_probs_diff_max"] <= 1e-3
+        assert 0 < data["actor/grad_norm"] < float("inf")
+    assert metrics[2]["actor/kl_loss"] > metrics[1]["actor/kl_loss"] > 0  # the weights change with every mini-batch
+    checkpoint = folder / "checkpoints" / "global_step_2" / "actor"
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["engine", "extra_state.json", "huggingface"]
+    resumed, _ = train(folder, module, 3, *loss)
+    assert sorted(resumed) == [3]
+    assert resumed[3]["training/rollout_probs_diff_max"] <= 1e-3
+    assert resumed[3]["actor/kl_loss"] > metrics[1]["actor/kl_loss"]  # the reference is still the model of the start
