@@ -18,7 +18,7 @@ from megatrain_verl.sft.process import ONE_HOST
 
 GRACE = 45.0  # seconds in which the other ranks find out that one has failed, and end
 PR_SET_PDEATHSIG = 1  # of prctl: what the kernel sends when the parent ends
-# The error by which a rank learns of another one's failure says less than that failure itself.
+# The error by which a rank learns of another one's failure says less than that failure.
 SECONDARY = "RankFailed"
 
 
@@ -50,13 +50,13 @@ def run_ranks(train: Callable[..., None], arguments: tuple[Any, ...], devices: l
                 sender.close()
                 processes.append(process)
                 errors.append(receiver)
-            _wait(processes)
+            order = _wait(processes)
         finally:
             signal.signal(signal.SIGTERM, previous)
             for process in processes:
                 process.kill()
                 process.join()
-        _raise_first([_error(rank, *pair) for rank, pair in enumerate(zip(processes, errors, strict=True))])
+        _raise_first([_error(rank, processes[rank], errors[rank]) for rank in order])
 
 
 @contextmanager
@@ -94,16 +94,22 @@ def _rank(
         sys.exit(1)
 
 
-def _wait(processes: list[BaseProcess]) -> None:
-    """Until all have ended, or `GRACE` after one has failed."""
-    running, deadline = list(processes), None
-    while running:
+def _wait(processes: list[BaseProcess]) -> list[int]:
+    """Until all have ended, or `GRACE` after one has failed; their numbers in the order in which they ended."""
+    ended: list[int] = []
+    deadline = None
+    while len(ended) < len(processes):
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not multiprocessing.connection.wait([process.sentinel for process in running], timeout):
-            return
-        running = [process for process in running if process.exitcode is None]
-        if deadline is None and any(process.exitcode for process in processes):
+        running = {process.sentinel: rank for rank, process in enumerate(processes) if rank not in ended}
+        now = [running[sentinel] for sentinel in multiprocessing.connection.wait(list(running), timeout)]
+        if not now:
+            break
+        for rank in now:
+            processes[rank].join()
+        ended += sorted(now, key=lambda rank: processes[rank].exitcode)  # killed ones first: the others follow them
+        if deadline is None and any(processes[rank].exitcode for rank in now):
             deadline = time.monotonic() + GRACE
+    return ended + [rank for rank in range(len(processes)) if rank not in ended]
 
 
 def _error(rank: int, process: BaseProcess, receiver: multiprocessing.connection.Connection) -> tuple[str, str] | None:

@@ -172,6 +172,7 @@ class StreamingEngine:
     ) -> LayerMajorPass:
         self.acquire_device(layer_slots)
         self._ring.train(training)
+        call = self._calls * self.group.size + self.group.rank  # no two ranks draw the same dropout masks
         parts = (self._skeleton, self.plan.masks, self.plan.vision)
         settings = (*parts, DTYPES[self.config.dtype], self.config.attn_implementation)
         return LayerMajorPass(
@@ -184,7 +185,7 @@ class StreamingEngine:
             self._load,
             [partial(to_device, batch, self.device, *settings) for batch in micro_batches],
             first,
-            (self.config.seed, self.step_count, self._calls) if training and self.plan.has_dropout() else None,
+            (self.config.seed, self.step_count, call) if training and self.plan.has_dropout() else None,
             self.device,
             [m for m, batch in enumerate(micro_batches) if batch.images is not None],
         )

@@ -83,6 +83,7 @@ class GradientPath:
         self._num_slabs, self._group = config.num_grad_slabs, group
         self._exchange = GradientExchange(group, streams.grad, device) if group.size > 1 else None
         self._waves_left = 0  # of this call, in the rank that sends most often
+        self._finished: list[UnitState] = []  # units of this wave, in the order in which they were finished
         self._position = {unit.plan.name: position for position, unit in enumerate(state.units)}
         self._slabs: list[Slab] = []
         self._slab_uses = 0
@@ -163,7 +164,7 @@ class GradientPath:
 
         `on_landing` is called for each unit with the mark behind which its whole gradient is in the host arena.
         """
-        self._zeroes, self._sends = first or not self._resident, last or not self._resident
+        self._zeroes, self._sends, self._finished = first or not self._resident, last or not self._resident, []
         self._on_landing = on_landing if last and not self.pending else None
 
     def begin(self, unit: UnitState) -> Accumulator | None:
@@ -185,6 +186,7 @@ class GradientPath:
         """The wave's gradient of `unit` is complete: send the sum to the host, if no other wave adds to it."""
         if accumulator is None or not self._sends:
             return
+        self._finished.append(unit)
         gradient = accumulator.buffer[: unit.plan.trained]
         position = self._position[unit.plan.name]
         square, arena = self._squares[position], self._state.parts[position].grad
@@ -214,9 +216,10 @@ class GradientPath:
 
     def end_call(self) -> None:
         """All waves have ended. If other ranks have more of them, this one adds zeros to theirs."""
+        order = self._finished  # that of the other ranks
         while self._waves_left > 0:
             self.begin_wave(first=True, last=True)
-            for unit in reversed(self._state.units):
+            for unit in order:
                 self.finish(unit, self.begin(unit))
             self.end_wave()
 
