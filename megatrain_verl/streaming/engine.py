@@ -92,7 +92,7 @@ class StreamingEngine:
         self._functions = DeviceFunctions(self._compiled)
         self.planner = PassPlanner(self.plan, config, device)
         self._adamw_config, self._keeps_reference, self._reads_reference = optimizer, keep_reference, False
-        self.step_count, self._calls = 0, 0  # `_calls` of forward_backward since the gradients were zeroed
+        self.step_count, self._calls = 0, group.rank  # `_calls` since zero_grad, of all ranks: for other dropout masks
         self.router_loss: Tensor | float = 0.0  # of the last forward_backward, () float32; see `router_loss.py`
         if trainable:
             self.adamw_backend = adamw.backend  # the host kernel in use: native, deepspeed or torch
@@ -146,16 +146,15 @@ class StreamingEngine:
         with self._released_on_error(micro_batches, plan):
             if self._ring is not None and len(self._ring.layer_slots) != plan.layer_slots:
                 self.release_device()
-            self._gradients.begin_call(1 if plan.resident_gradients else len(plan.waves))
+            part = self._gradients.begin_call(1 if plan.resident_gradients else len(plan.waves), micro_batches)
             for number, wave in enumerate(plan.split(micro_batches), 1):
-                run = self._start(
-                    wave, first=sum(plan.waves[: number - 1]), training=True, layer_slots=plan.layer_slots
-                )
+                first, share = sum(plan.waves[: number - 1]), part * plan.share(number, micro_batches)
+                run = self._start(wave, first=first, training=True, layer_slots=plan.layer_slots)
                 self._gradients.acquire_device(self.device, plan.resident_gradients, self._compact)
                 last = number == len(plan.waves)
                 self._gradients.begin_wave(first=number == 1, last=last, on_landing=self._updates.ahead)
                 inputs, interval = self._activation_store(wave, plan), self.config.checkpoint_interval
-                how = {"entropy": entropy, "sum_pi_squared": sum_pi_squared, "share": plan.share(number, micro_batches)}
+                how = {"entropy": entropy, "sum_pi_squared": sum_pi_squared, "share": share}
                 run.forward_backward(loss_fn, self._gradients, inputs, plan, interval, **how)
                 self._gradients.end_wave()
                 runs.append(run)
@@ -164,7 +163,7 @@ class StreamingEngine:
             self._gradients.end_call()
             self.router_loss = sum(run.router_loss() for run in runs)
             self.planner.saved_bytes_per_token = run.saved_bytes_per_token()
-            self._calls += 1
+            self._calls += self.group.size
         return [output for run in runs for output in run.outputs]
 
     def _start(
@@ -172,7 +171,6 @@ class StreamingEngine:
     ) -> LayerMajorPass:
         self.acquire_device(layer_slots)
         self._ring.train(training)
-        call = self._calls * self.group.size + self.group.rank  # no two ranks draw the same dropout masks
         parts = (self._skeleton, self.plan.masks, self.plan.vision)
         settings = (*parts, DTYPES[self.config.dtype], self.config.attn_implementation)
         return LayerMajorPass(
@@ -185,7 +183,7 @@ class StreamingEngine:
             self._load,
             [partial(to_device, batch, self.device, *settings) for batch in micro_batches],
             first,
-            (self.config.seed, self.step_count, call) if training and self.plan.has_dropout() else None,
+            (self.config.seed, self.step_count, self._calls) if training and self.plan.has_dropout() else None,
             self.device,
             [m for m, batch in enumerate(micro_batches) if batch.images is not None],
         )
@@ -222,7 +220,7 @@ class StreamingEngine:
         """Forget the gradients. A pending AdamW still reads them."""
         self._gradients.zero()
         self._updates.guess(None, 0)
-        self._calls = 0
+        self._calls = self.group.rank
 
     def optimizer_step(self, lr: float | None = None) -> float:
         """Start AdamW, in forward order, on units not updated ahead; return the global gradient norm before clipping.
@@ -269,10 +267,8 @@ class StreamingEngine:
         for unit in self.state.units:
             self._wait_updated(unit, "new weights")
         self._weights_changed()
-        with self.group.by_first("the weights") as mine:
-            if mine:
-                weight_files.load_into(self.state, self.plan, source)
-                self.state.keep_frozen_reference()
+        self.group.do_once("the weights", weight_files.load_into, self.state, self.plan, source)
+        self.group.do_once("the reference", self.state.keep_frozen_reference)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, weight in the compute dtype) in forward order; views of the host arenas, tied once.
@@ -305,11 +301,9 @@ class StreamingEngine:
 
     def save(self, folder: str | Path, meta: dict[str, object] | None = None) -> None:
         """Write masters, moments and step count to `folder`, unit by unit, bit for bit."""
-        state = {"step_count": self.step_count, **(meta or {})}
-        with self.group.by_first("the checkpoint") as mine:
-            if mine:
-                wait = partial(self._wait_updated, purpose="saving")
-                checkpoint.save_state(folder, self.plan, self.state, state, wait)
+        meta = {"step_count": self.step_count, **(meta or {})}
+        wait = partial(self._wait_updated, purpose="saving")
+        self.group.do_once("the checkpoint", checkpoint.save_state, folder, self.plan, self.state, meta, wait)
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Restore what `save` wrote and return its `meta`; the reference stays what it was before.
@@ -322,9 +316,7 @@ class StreamingEngine:
         for unit in self.state.units:
             self._wait_updated(unit, "loading")
         self._weights_changed()
-        with self.group.by_first("the checkpoint") as mine:
-            if mine:
-                checkpoint.load_state(folder, self.plan, self.state)
+        self.group.do_once("the checkpoint", checkpoint.load_state, folder, self.plan, self.state)
         self.state.reference_is_kept()
         meta = checkpoint.read_meta(folder)
         self.step_count = int(meta["step_count"])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatrain_verl.config import StreamingConfig
+from megatrain_verl.streaming.batch import MicroBatch
 from megatrain_verl.streaming.device_ring import TransferCounters
 from megatrain_verl.streaming.group.exchange import GradientExchange
 from megatrain_verl.streaming.group.group import Group
@@ -153,9 +154,16 @@ class GradientPath:
                 f"{dtype}: set grad_dtype=float32, or call zero_grad before each forward_backward"
             )
 
-    def begin_call(self, sends: int) -> None:
-        """A call starts in which this rank sends every unit's gradient `sends` times."""
-        self._waves_left = max(int(count) for (count,) in self._group.gather([sends], "the start of a step"))
+    def begin_call(self, sends: int, micro_batches: list[MicroBatch]) -> float:
+        """A call starts in which this rank sends every unit's gradient `sends` times.
+
+        Returns:
+            Which part of all ranks' tokens are in `micro_batches`.
+        """
+        own = sum(batch.num_tokens for batch in micro_batches)
+        ranks = self._group.gather([sends, own], "the start of a step")
+        self._waves_left = max(int(count) for count, _ in ranks)
+        return own / sum(tokens for _, tokens in ranks)
 
     def begin_wave(
         self, *, first: bool, last: bool, on_landing: Callable[[UnitState, Event], None] | None = None

@@ -64,6 +64,12 @@ class Group:
         """Rank 0 does what is inside, where it gets True, for all; the others wait for it at the end."""
         yield True
 
+    def do_once(self, purpose: str, work: Callable[..., object], *arguments: object) -> None:
+        """Rank 0 does `work(*arguments)`, and the others wait for it."""
+        with self.by_first(purpose) as mine:
+            if mine:
+                work(*arguments)
+
     def cores(self) -> int:
         """How many cores this rank may use for itself."""
         return len(os.sched_getaffinity(0))
