@@ -76,7 +76,10 @@ class ModelSizes:
 
 
 def _build(config: PretrainedConfig) -> nn.Module:
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    autos = [AutoModelForCausalLM, AutoModelForImageTextToText]
+    if hasattr(config, "vision_config"):  # some families have a class for their text alone, too
+        autos.reverse()
+    for auto in autos:
         if type(config) in auto._model_mapping:
             with torch.device("meta"):
                 return auto.from_config(config)

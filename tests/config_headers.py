@@ -76,15 +76,19 @@ def figures(path: Path, config: DictConfig) -> dict:
     return report(command_line().parse_args(arguments))
 
 
+def host_gigabytes(result: dict) -> float:
+    """Host memory in GB with 5% for the process, layer inputs that the GPU has no room for included."""
+    return (result["host_bytes"]["with_margin"] + MARGIN * result["batch"]["spilled_bytes"]) / 1e9
+
+
 def header(path: Path, result: dict) -> list[str]:
     """The comment lines that a file must open with, of `result`, its `figures`."""
     kind, hub = path.parent.name, hub_name(path)
-    host = (result["host_bytes"]["with_margin"] + MARGIN * result["batch"]["spilled_bytes"]) / 1e9
     return [
         "# " + COMMANDS[kind].format(name=path.stem),
         f"# Model: hf download {hub} --local-dir models/{hub.split('/')[1]} (or set MODEL_PATH){DATA[kind]}",
         f"# One GPU with {gpu_gigabytes(path)} GB, of which {result['gpu_bytes']['total'] / 1e9:.0f} GB must be free, "
-        f"and {host:,.0f} GB of free host memory (computed by megatrain_verl.resources).",
+        f"and {host_gigabytes(result):,.0f} GB of free host memory (computed by megatrain_verl.resources).",
     ]
 
 

@@ -1,16 +1,19 @@
 """The shipped configurations: composed by Hydra as their first lines say, with a model that fits what they state."""
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 from omegaconf import DictConfig
+from transformers import AutoConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import RolloutConfig
 
 from megatrain_verl.resources import HostPlan
 from megatrain_verl.sft import options
-from megatrain_verl.streaming.model_plan import plan_model
+from megatrain_verl.streaming.model_plan import ModelPlan, plan_model
 from megatrain_verl.verl_backend import preflight
 from megatrain_verl.verl_backend.config import MegaTrainActorConfig, MegaTrainEngineConfig
 from tests import config_headers
@@ -23,8 +26,20 @@ FIGURE = re.compile(r"(?<= )[\d,]+(?= GB)")
 KV_CACHE = 4e9  # bytes of GPU memory that vLLM should have beside the weights
 
 
-def by_name(path: Path) -> str:
-    return path.stem
+# Vision towers take seconds to build, even on the meta device; one of them is enough for every day.
+SLOW = ("gemma3_27b", "internvl3_8b", "llava_next_7b", "qwen3_vl_4b")
+
+
+def parameters(paths: list[Path]) -> list[ParameterSet]:
+    def marks(path: Path) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.slow] if path.stem.startswith(SLOW) else []
+
+    return [pytest.param(path, id=path.stem, marks=marks(path)) for path in paths]
+
+
+@functools.cache
+def plan_of(folder: Path) -> ModelPlan:
+    return plan_model(AutoConfig.from_pretrained(folder))
 
 
 def check_header(path: Path, config: DictConfig, reference: bool) -> dict:
@@ -40,13 +55,13 @@ def check_header(path: Path, config: DictConfig, reference: bool) -> dict:
     assert stated == pytest.approx(needed, rel=0.1, abs=1.0), remedy
     assert result["fits"]["gpu"] and result["trained_by_this_version"]
     engine = config.engine if path.parent.name == "sft" else config.actor_rollout_ref.actor.megatrain
-    plan = plan_model(config_headers.model_config(path))
+    plan = plan_of(config_headers.model_folder(path))
     checked = HostPlan.of(plan, omega_conf_to_dataclass(engine).streaming_config(), trainable=True, reference=reference)
     assert result["host_bytes"]["total"] == pytest.approx(checked.total, rel=0.01)
     return result
 
 
-@pytest.mark.parametrize("path", SFT, ids=by_name)
+@pytest.mark.parametrize("path", parameters(SFT))
 def test_sft_configuration_composes_and_states_what_it_needs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_headers.composed(path)
     check_header(path, config, reference=False)
@@ -57,7 +72,7 @@ def test_sft_configuration_composes_and_states_what_it_needs(path: Path, monkeyp
     assert isinstance(omega_conf_to_dataclass(config.engine), MegaTrainEngineConfig)
 
 
-@pytest.mark.parametrize("path", RL, ids=by_name)
+@pytest.mark.parametrize("path", parameters(RL))
 def test_rl_configuration_composes_and_states_what_it_needs(path: Path) -> None:
     config = config_headers.composed(path)
     result = check_header(path, config, reference=config.actor_rollout_ref.actor.use_kl_loss)
@@ -71,6 +86,22 @@ def test_rl_configuration_composes_and_states_what_it_needs(path: Path) -> None:
     assert result["vllm_weight_bytes"] + KV_CACHE <= awake, (
         "vLLM's weights do not fit: raise rollout.gpu_memory_utilization"
     )
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_27b", "gpt_oss_20b"])
+def test_script_states_computed_figures(name: str) -> None:
+    """Nobody has run them on a host with so much memory."""
+    script = (ROOT / "examples" / f"run_{name}_grpo.sh").read_text()
+    path = ROOT / "configs" / "rl" / f"{name}_grpo_80gb.yaml"
+    assert f'run_grpo.sh" {path.stem} ' in script and "COMPUTED by megatrain_verl.resources, not measured" in script
+    result = config_headers.figures(path, config_headers.composed(path))
+    seconds = int(re.search(r"takes (\d+) s or", script)[1])
+    assert seconds == pytest.approx(result["seconds_per_step"]["step"], rel=0.1)
+    gpu, host = (
+        int(figure) for figure in re.search(r"with (\d+) GB of GPU memory and (\d+) GB of host", script).groups()
+    )
+    assert gpu == pytest.approx(result["gpu_bytes"]["total"] / 1e9, rel=0.1)
+    assert host == pytest.approx(config_headers.host_gigabytes(result), rel=0.01)
 
 
 def test_no_configuration_is_without_a_test() -> None:
