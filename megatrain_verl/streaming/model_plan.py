@@ -47,11 +47,13 @@ VERIFIED_MODEL_TYPES = (
     "qwen2_vl",
     "qwen3",
     "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
     "qwen3_vl",
+    "qwen3_vl_moe",
 )
 
 

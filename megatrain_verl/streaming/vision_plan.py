@@ -155,5 +155,6 @@ def bind_vision(plan: VisionPlan, buffers: dict[str, Tensor], device: str) -> Pr
             value = buffers[unit.name][span.offset : span.offset + span.numel].view(span.shape)
             setattr(module.get_submodule(path), name, nn.Parameter(value, requires_grad=span.trainable))
     materialise_buffers(module, device)
-    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    encoder = module.vision_tower if hasattr(module, "vision_tower") else module.visual
+    encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return module

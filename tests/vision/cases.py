@@ -98,6 +98,12 @@ CONFIGS: dict[str, dict] = {
         "vision_feature_select_strategy": "default",
     },
 }
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+for _dense, _more in (("qwen3_vl", {"decoder_sparse_step": 1}), ("qwen3_5", {"shared_expert_intermediate_size": 16})):
+    CONFIGS[f"{_dense}_moe"] = {
+        **CONFIGS[_dense],
+        "text_config": {**CONFIGS[_dense]["text_config"], **MOE, **_more},
+    }
 
 
 @dataclass
@@ -122,7 +128,7 @@ def plain_model(config: PretrainedConfig, seed: int = 0) -> nn.Module:
     """A float32 transformers model with weights large enough for attention and images to matter."""
     torch.manual_seed(seed)
     # Linear attention and Gemma's scaled embeddings round more, which larger weights multiply on the way back.
-    scale = 3 if config.model_type in ("qwen3_5", "gemma3") else 8
+    scale = 3 if config.model_type in ("qwen3_5", "qwen3_5_moe", "gemma3") else 8
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -198,7 +204,7 @@ def _fixed_image(size: int, tokens: int, generator: torch.Generator) -> tuple[di
 
 
 IMAGES = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), _qwen_image),
+    **dict.fromkeys([family for family in CONFIGS if family.startswith("qwen")], _qwen_image),
     "gemma3": partial(_fixed_image, 24, 9),
     "internvl": partial(_fixed_image, 16, 4),
     "llava_next": _llava_image,

@@ -40,6 +40,18 @@ def test_a_frozen_part_has_no_gradient_and_the_others_have_theirs(family, part):
     engine.close()
 
 
+def test_the_projector_can_be_trained_alone():
+    rows = cases.rows("llava_next", [1, 2])
+    model, engine = engine_of("llava_next", freeze=["*language_model*", "lm_head*", "*vision_tower*"])
+    (-torch.cat([cases.plain_log_probs(model, row) for row in rows]).sum()).backward()
+    found = backward(engine, cases.pack(rows))
+    assert {name.split(".")[1] for name in found} == {"multi_modal_projector", "image_newline"}
+    for name, grad in found.items():
+        expected = model.get_parameter(name).grad
+        assert (grad - expected).norm() <= 1e-5 * expected.norm(), name
+    engine.close()
+
+
 def test_frozen_embedding_lets_the_encoder_learn():
     row = cases.rows("llava_next", [1])[0]
     model, engine = engine_of("llava_next", freeze=["*embed_tokens*"])
