@@ -91,6 +91,7 @@ class MegaTrainEngine(BaseEngine):
         )
         self.streaming.load_weights(self.model_config.local_path)
         self.phases = PhaseLog(self.streaming, config.trace_file)
+        self.phases.released()
         self.learning_rate = LearningRate(self.optimizer_config) if trains else None
         role = "actor" if trains else "reference"
         logger.info("host memory of the megatrain %s:\n%s", role, self.streaming.host_plan.table())

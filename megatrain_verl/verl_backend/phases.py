@@ -78,7 +78,7 @@ class PhaseLog:
         self._exported_bytes += nbytes
 
     def released(self) -> None:
-        """The engine has given the device back: note what torch still holds there."""
+        """The rollout has the device now: note what torch still holds there."""
         if self._cuda:
             self._held_bytes = max(self._held_bytes, torch.cuda.memory_reserved())
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import KVBatchMeta, ReplayBuffer
 
 POLL_SECONDS = 0.2
 
@@ -15,3 +15,14 @@ class PromptSampler(ReplayBuffer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, poll_interval=POLL_SECONDS, **kwargs)
+
+    def sample(self, *args: Any, **kwargs: Any) -> tuple[KVBatchMeta, dict[str, Any]]:
+        """verl's; it takes failed rollouts for finished ones without tokens.
+
+        Raises:
+            RuntimeError: every rollout failed, as they do when vLLM has died.
+        """
+        batch, metrics = super().sample(*args, **kwargs)
+        if not batch.keys:
+            raise RuntimeError("no response was generated: every rollout of this step failed, see the errors above")
+        return batch, metrics

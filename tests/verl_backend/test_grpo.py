@@ -192,6 +192,8 @@ def endless(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         (folder / name).unlink(missing_ok=True)
     options = [f"{ACTOR}.megatrain.dtype=float32", "trainer.save_freq=-1", "trainer.resume_mode=disable"]
     options += ["actor_rollout_ref.model.external_lib=tests.verl_backend.slow_export"]
+    sampler = "trainer.v1.sampler.custom_sampler"
+    options += [f"{sampler}.path=pkg://megatrain_verl.verl_backend.sampler", f"{sampler}.name=PromptSampler"]
     bounded = (sys.executable, str(ROOT / "examples/bounded_run.py"), "1500")
     environment = {"MEGATRAIN_TEST_RUN": mark, "SLOW_EXPORT_MARK": str(folder / "transfer")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
