@@ -121,6 +121,8 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, mask: "RowMask", f
     """torch's compiled flex attention, with sinks by way of the log-sum-exp: softmax over keys and sink is the softmax
     over keys times sigmoid(lse - sink).
     """
+    from torch.nn.attention.flex_attention import AuxRequest
+
     softcap = features.softcap
 
     def bend(score: Tensor, *position: Tensor) -> Tensor:
@@ -131,13 +133,13 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, mask: "RowMask", f
         "block_mask": _block_mask(mask, query.shape[2], query.device),
         "scale": features.scaling,
         "enable_gqa": query.shape[1] != key.shape[1],
-        "return_lse": features.s_aux is not None,
     }
-    attended = _compiled_flex(query.is_cuda)(query, key, value, **settings)
-    if features.s_aux is not None:
-        output, log_sum = attended
-        attended = (output * torch.sigmoid(log_sum - features.s_aux.float()[None, :, None])[..., None]).to(value.dtype)
-    return attended.transpose(1, 2)
+    attend = _compiled_flex(query.is_cuda)
+    if features.s_aux is None:
+        return attend(query, key, value, **settings).transpose(1, 2)
+    output, auxiliary = attend(query, key, value, return_aux=AuxRequest(lse=True), **settings)
+    share = torch.sigmoid(auxiliary.lse - features.s_aux.float()[None, :, None])
+    return (output * share[..., None]).to(value.dtype).transpose(1, 2)
 
 
 @functools.cache

@@ -1,0 +1,97 @@
+"""What a layer may attend to, and what bends its scores, family by family."""
+
+import pytest
+import torch
+
+from megatrain_verl.streaming import attention_kernels
+from megatrain_verl.streaming.attention import MaskKind, RowLayout
+from megatrain_verl.streaming.attention_kernels import Features
+from megatrain_verl.streaming.batch import MicroBatch
+from megatrain_verl.streaming.model_plan import plan_model
+from tests import oracle
+from tests.families.configs import family_config
+
+FULL, WINDOW, CHUNK = MaskKind(), MaskKind(window=6), MaskKind(chunk=7)
+
+
+@pytest.mark.parametrize(
+    "name, masks, structures",
+    [
+        ("Mistral-7B-v0.1", [WINDOW] * 3, 1),
+        ("Qwen2 with window", [FULL, WINDOW, WINDOW], 2),
+        ("Gemma-3-1B", [WINDOW, FULL, WINDOW], 2),
+        ("GPT-OSS-20B", [WINDOW, FULL, WINDOW], 2),
+        ("Llama-4-Scout", [CHUNK, CHUNK, CHUNK, FULL], 3),  # dense, experts, experts without rotary embedding
+        ("Qwen3.5-27B", [FULL] * 4, 2),
+        ("DeepSeek-V3", [FULL] * 3, 2),
+    ],
+)
+def test_layers_share_a_template_only_if_they_behave_alike(name, masks, structures):
+    plan = plan_model(family_config(name))
+    assert plan.masks == masks
+    assert len(plan.structures) == structures
+
+
+@pytest.mark.parametrize("name, feature", [("GPT-OSS-20B", "s_aux"), ("Gemma-2-9B", "softcap")])
+def test_an_attention_implementation_that_would_drop_a_feature_is_refused(name, feature):
+    config = family_config(name)
+    with pytest.raises(ValueError, match=f"{feature}, which attn_implementation=sdpa does not compute"):
+        oracle.make_engine(oracle.plain_model(config), config, attn_implementation="sdpa")
+
+
+def test_attention_to_later_tokens_is_refused():
+    with pytest.raises(ValueError, match="not causal"):
+        plan_model(family_config("Gemma-3-1B", use_bidirectional_attention=True))
+
+
+@pytest.mark.parametrize("name", ["Gemma-3-1B", "GPT-OSS-20B", "Qwen3.5-27B", "Llama-4-Scout"])
+def test_left_padded_rows_equal_unpadded_ones(name):
+    config = family_config(name)
+    model = oracle.plain_model(config)
+    engine = oracle.make_engine(model, config, forward_only=True)
+    rows = oracle.random_rows([9, 14])
+    ids, mask = torch.zeros(2, 20, dtype=torch.long), torch.zeros(2, 20, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, -len(row) :], mask[index, -len(row) :] = row, 1
+    batch = MicroBatch.from_padded(ids, mask)
+    for row, scores in zip(rows, oracle.engine_log_probs(engine.forward([batch]), [batch]), strict=True):
+        torch.testing.assert_close(scores, oracle.plain_log_probs(model, row)[0].detach(), atol=1e-5, rtol=1e-5)
+    engine.close()
+
+
+def test_soft_capped_logits_with_temperature_and_entropy():
+    """Logits are bent before they are divided by the temperature; both gradients pass through the bend."""
+    config = family_config("Gemma-2-9B")
+    model = oracle.plain_model(config)
+    engine = oracle.make_engine(model, config)
+    rows, temperature = oracle.random_rows([9, 14]), 0.6
+    batch = oracle.pack(rows, temperature=temperature)
+    scored = [oracle.plain_log_probs(model, row, temperature) for row in rows]
+    (-torch.cat([s[0] for s in scored]).sum() - 0.5 * torch.cat([s[1] for s in scored]).sum()).backward()
+    outputs = engine.forward_backward(
+        [batch], lambda index, scores: -scores.log_probs.sum() - 0.5 * scores.entropy.sum(), entropy=True
+    )
+    for field, position in (("log_probs", 0), ("entropy", 1)):
+        got = oracle.engine_log_probs(outputs, [batch], field)
+        torch.testing.assert_close(got, [s[position].detach() for s in scored], atol=1e-5, rtol=1e-5)
+    for name, grad in oracle.engine_gradients(engine).items():
+        expected = model.get_parameter(name).grad
+        assert (grad - expected).norm() <= 1e-5 * expected.norm() + 1e-5, name
+    logits = model(rows[0][None]).logits
+    assert logits.abs().max() < 3.0 and logits.abs().max() > 2.0  # the cap of 3 is felt
+    engine.close()
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_flex_attention_equals_attention_step_by_step(window, softcap, sinks):
+    torch.manual_seed(0)
+    rows = RowLayout.of([5, 17, 9], "auto", "cpu")
+    query, key, value = torch.randn(1, 4, 31, 8), torch.randn(1, 2, 31, 8), torch.randn(1, 2, 31, 8)
+    features = Features(0.5, softcap=softcap, s_aux=torch.randn(4) if sinks else None)
+    mask = MaskKind(window=window).over(rows)
+    flex = attention_kernels.flex_attention(query, key, value, mask, features)
+    parts = zip(*(tensor.split(rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    eager = [attention_kernels.eager(*part, window, features).transpose(1, 2) for part in parts]
+    torch.testing.assert_close(flex, torch.cat(eager, dim=1), atol=1e-5, rtol=1e-5)
