@@ -165,7 +165,8 @@ class ModelPlan:
     @property
     def active_parameters(self) -> int:
         """Parameters that a token passes: all but the experts that it is not sent to."""
-        return self.num_parameters - sum(unit.numel for unit in self.layers) + self.active_layer_parameters
+        layers = sum(span.numel for unit in self.layers for span in unit.spans)
+        return self.num_parameters - layers + self.active_layer_parameters
 
     @property
     def vocab_size(self) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import CohereConfig, Qwen2Config, T5Config
+from transformers import CohereConfig, MixtralConfig, Qwen2Config, T5Config
 
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.batch import MicroBatch
@@ -203,3 +203,12 @@ def test_layers_of_different_behaviour_do_not_share_a_template():
     plan = plan_model(oracle.tiny_config("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=2))
     assert [unit.structure for unit in plan.layers] == [0, 0, 1]
     assert len({unit.spans[0].shape for unit in plan.layers}) == 1  # same shapes: only the window differs
+
+
+def test_a_token_passes_all_parameters_but_those_of_the_experts_it_is_not_sent_to():
+    dense = plan_model(oracle.tiny_config("qwen2", hidden_size=36))
+    assert dense.active_parameters == dense.num_parameters
+    sizes = {**oracle.SIZES, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 1}
+    mixture = plan_model(MixtralConfig(**sizes))
+    expert = 3 * oracle.SIZES["hidden_size"] * oracle.SIZES["intermediate_size"]
+    assert mixture.active_parameters == mixture.num_parameters - 2 * 3 * expert
