@@ -32,8 +32,9 @@ def explain(
     found = REQUEST.search(str(error))
     if not torch.cuda.is_available() or found is None:
         return
-    in_use, limit = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-    wanted = in_use + int(float(found[1]) * UNITS[found[2]])
+    free, total = torch.cuda.mem_get_info()
+    limit = int(min(free + torch.cuda.memory_reserved(), torch.cuda.get_per_process_memory_fraction() * total))
+    wanted = torch.cuda.memory_allocated() + int(float(found[1]) * UNITS[found[2]])
     tokens = [batch.num_tokens for batch in micro_batches]
     error.add_note(advice(sizes, config, tokens, plan, wanted, limit, planner.saved_bytes_per_token or 0.0))
 
