@@ -34,6 +34,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pandas.DataFrame({"prompt": [*prompts[:7], []]}).to_parquet(folder / "no_messages.parquet")
     pandas.DataFrame({"prompt": ["2 + 2?"] * 8}).to_parquet(folder / "text.parquet")
     pandas.DataFrame({"prompt": [prompts[5]] * 8}).to_parquet(folder / "long.parquet")
+    images = [[], [{"path": "shape.png"}]] * 4
+    pandas.DataFrame({"prompt": prompts, "images": images}).to_parquet(folder / "images.parquet")
     row = json.dumps({"prompt": prompts[0]})
     (folder / "broken.json").write_text(f'{row}\n{{"prompt": [}}\n')
     (folder / "empty.jsonl").touch()
@@ -190,6 +192,7 @@ def test_refused_before_anything_starts(tiny: HFModelConfig, data: Path, overrid
         ("broken.json", r"row 2 \(line 2, column 13\): not JSON"),
         ("column.parquet", "has no column prompt, but question: set data.prompt_key"),
         ("no_messages.parquet", r"row 7: column prompt .* must be a list of messages .*got '\[\]'"),
+        ("images.parquet", r"has images in column images .* verl has no processor"),
         ("text.parquet", r"row 0: column prompt .* must be a list of messages .*got '2 \+ 2\?'"),
     ],
 )
