@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -125,18 +126,29 @@ def export_pretrained(
     """
     check_disk_space(folder, num_bytes)
     with atomic_folder(folder) as partial:
-        shards: list[list[str]] = []
-        total, dtype = 0, config.dtype
-        for tensors in _group(named_weights, max_shard_bytes):
-            shards.append(list(tensors))
-            save_file(tensors, partial / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-            total += sum(tensor.nbytes for tensor in tensors.values())
-            dtype = next(iter(tensors.values())).dtype
-        _name_shards(partial, shards, total)
+        dtype = write_shards(partial, named_weights, max_shard_bytes)
         exported = without_quantization(config)
         exported.architectures = [model_class(config)._model_mapping[type(config)].__name__]
         exported.dtype = dtype
         exported.save_pretrained(partial)
+
+
+def write_shards(
+    folder: Path, named_weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int = 5_000_000_000
+) -> torch.dtype:
+    """Write `named_weights` to `folder` as safetensors with an index; returns the type of the first in the last file.
+
+    At most one file's tensors are held at a time.
+    """
+    shards: list[list[str]] = []
+    total = 0
+    for tensors in _group(named_weights, max_shard_bytes):
+        shards.append(list(tensors))
+        save_file(tensors, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        dtype = next(iter(tensors.values())).dtype
+    _name_shards(folder, shards, total)
+    return dtype
 
 
 def _check_contents(contents: Collection[str]) -> None:
