@@ -95,7 +95,7 @@ def read_runs(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def steps_table(trainer: str, steps: dict[int, dict[str, Any]]) -> str:
-    """A line per step, and the median of the seconds without each run's first step."""
+    """A line per step, and the median of the seconds."""
     lines = []
     for step, data in sorted(steps.items()):
         shown = [f"{label.replace(chr(10), ' ')} {data[name]:.4g}" for name, label in PANELS.items() if name in data]

@@ -31,6 +31,14 @@ RL_LOSSES = {
     "kl loss": {"use_kl_loss": True, "kl_loss_coef": 0.1},
     "entropy": {"entropy_coeff": 0.05},
     "sequence mean": {"loss_agg_mode": "seq-mean-token-mean"},
+    # As in configs/rl/variant.
+    "dapo": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "loss_agg_mode": "token-mean"},
+    "gspo": {
+        "policy_loss": {"loss_mode": "gspo"},
+        "loss_agg_mode": "seq-mean-token-mean",
+        "clip_ratio_low": 0.0003,
+        "clip_ratio_high": 0.0004,
+    },
 }
 
 
