@@ -51,7 +51,7 @@ def test_two_runs_have_the_same_bits_and_arenas_are_there_once() -> None:
     assert planned <= first[0]["shared"] <= planned + 4096 * 5 * 5  # five units of five kinds, in whole pages
 
 
-@pytest.mark.parametrize(("saves", "resumes"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("saves", "resumes"), [(1, 2), (2, 3)])
 def test_a_checkpoint_is_written_once_and_resumed_by_another_number_of_ranks(
     saves: int, resumes: int, tmp_path: Path
 ) -> None:

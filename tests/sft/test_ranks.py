@@ -75,8 +75,8 @@ def test_a_killed_process_ends_the_run_and_sigterm_saves_it(tmp_path: Path) -> N
     assert "rank 1" in printed(folder) and "was ended by signal 9" in printed(folder)
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
+    metrics_file(folder).unlink()
     run = start(folder, *endless)  # at once, in the same folder, from the last checkpoint
-    time.sleep(1)
     wait_until_training(folder, run)
     run.terminate()
     assert run.wait(120) == 0, printed(folder)[-3000:]
