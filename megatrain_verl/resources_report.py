@@ -159,6 +159,8 @@ def _advice(result: dict, host: HostPlan, arguments: argparse.Namespace, config:
             yield f"without a KL term: {host.bytes_by_kind['reference'] / GIB:.1f} GiB less host memory"
     if not result["fits"]["gpu"]:
         yield "GPU memory: lower --seq-len or head_chunk_tokens; slots and accumulators follow from the largest layer"
+    if result.get("vllm_weight_bytes", 0) > arguments.gpu_memory:
+        yield f"vLLM awake: {result['vllm_weight_bytes'] / 1e9:,.0f} GB of bfloat16 weights do not fit on the GPU"
     if spilled := result["batch"]["spilled_bytes"]:
         yield (
             f"kept layer inputs: {spilled / GIB:.1f} GiB of a step go to host memory beside the plan; "

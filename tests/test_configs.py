@@ -3,9 +3,9 @@
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 from omegaconf import DictConfig
 from transformers import AutoConfig
 from verl.utils.config import omega_conf_to_dataclass
@@ -26,11 +26,12 @@ FIGURE = re.compile(r"(?<= )[\d,]+(?= GB)")
 KV_CACHE = 4e9  # bytes of GPU memory that vLLM should have beside the weights
 
 
-# Vision towers take seconds to build, even on the meta device; one of them is enough for every day.
-SLOW = ("gemma3_27b", "internvl3_8b", "llava_next_7b", "qwen3_vl_4b")
+# Vision towers and many layers take seconds to build, even on the meta device; others like them are tested every day.
+SLOW = ("gemma3_27b", "internvl3_8b", "llava_next_7b", "qwen3_vl_4b", "qwen3_next", "glm4_5_air", "qwen2_5_32b")
+SLOW += ("qwen2_5_72b", "yi_1_5_9b", "yi_1_5_34b", "llama3_3_70b", "qwen3_32b")
 
 
-def parameters(paths: list[Path]) -> list[ParameterSet]:
+def parameters(paths: list[Path]) -> list[Any]:
     def marks(path: Path) -> list[pytest.MarkDecorator]:
         return [pytest.mark.slow] if path.stem.startswith(SLOW) else []
 

@@ -101,6 +101,7 @@ def test_120b_on_one_80_gb_card(tmp_path: Path):
     result = json.loads(run_120b.stdout)
     assert result["fits"] == {"gpu": True, "host": None}
     assert result["host_bytes"]["total"] == pytest.approx(16 * 116_829_156_672, rel=0.01)
+    assert any("vLLM awake: 234 GB of bfloat16 weights do not fit" in advice for advice in result["what_to_change"])
 
 
 CONFIGS = os.environ.get("MODEL_CONFIGS")  # a folder of folders with a config.json each
