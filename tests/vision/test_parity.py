@@ -14,7 +14,7 @@ COUNTS = [1, 0, 2]  # images per row
 TOLERANCES = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4, "gemma3": 1e-4}
 
 SETTINGS = {1: [{}, {"wave_tokens": 150}], 3: [{"checkpoint_interval": 2}]}  # by rows per micro-batch
-ALWAYS = ("qwen3_vl", "gemma3")  # whose features and masks go furthest; the others run all settings with --full
+ALWAYS = ("qwen3_vl",)  # whose features go furthest into the decoder; the others run all settings with --full
 
 
 def combinations():

@@ -3,6 +3,7 @@
 import copy
 
 import numpy as np
+import pytest
 
 from megatrain_verl.config import AdamWConfig, StreamingConfig
 from megatrain_verl.streaming.engine import StreamingEngine
@@ -33,6 +34,7 @@ def train(group: Group, steps: int = 2) -> tuple[list[float], dict[str, np.ndarr
     return norms, weights
 
 
+@pytest.mark.slow
 def test_two_ranks_of_which_one_has_no_image_equal_one() -> None:
     norms, weights = train(ALONE)
     for ended in ranks.run(train, 2):
