@@ -25,6 +25,18 @@ def kill_in_optimizer_step(step: int) -> None:
     HostAdamW.update = killed
 
 
+def sigterm(step: int) -> None:
+    """One SIGTERM in the middle of training step `step`."""
+    sent = []
+
+    def signal_once(loss: torch.Tensor) -> torch.Tensor:
+        if not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+        return loss
+
+    _change_loss([step], signal_once)
+
+
 def nan_gradient(steps: list[int]) -> None:
     """The loss of these training steps is not a number, and so is every gradient."""
 

@@ -33,13 +33,11 @@ def wait_for(run: Run, text: str, seconds: float = 120) -> None:
 
 
 def test_sigterm_saves_and_the_printed_command_resumes(straight: Path, tmp_path: Path, server: RunServer) -> None:
-    run = server.start(copy_inputs(straight, tmp_path), "trainer.save_freq=-1")
-    wait_for(run, "step:5 ")
-    os.kill(run.pid, signal.SIGTERM)
-    stopped = run.wait()
+    copy_inputs(straight, tmp_path)
+    stopped = server.train(tmp_path, "trainer.save_freq=-1", before=("tests.sft.faults.sigterm", 5))
     assert stopped.status == 0, stopped.printed[-3000:]
-    step = int((tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text())
-    assert 5 <= step < 10 and f"the run ends at step {step}: SIGTERM" in stopped.printed
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "5"
+    assert "the run ends at step 5: SIGTERM" in stopped.printed
     command = shlex.split(stopped.printed.rsplit("to go on: ", 1)[1])
     assert command[0] == "VERL_PLATFORM=cpu" and command[2:4] == ["-m", "megatrain_verl.sft"]
     resumed = server.train_with(tmp_path, command[4:])
