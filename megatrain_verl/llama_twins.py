@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 
 from megatrain_verl.streaming.atomic_folder import atomic_folder, check_disk_space
 from megatrain_verl.streaming.checkpoint import export_pretrained, write_shards
-from megatrain_verl.streaming.weight_folder import WeightFolder
+from megatrain_verl.streaming.weight_folder import WeightFolder, read_config
 
 # Parts of names: the family's -> Llama's.
 INTERNLM2 = {
@@ -64,7 +64,7 @@ def to_llama(hub: str | Path, folder: str | Path) -> None:
         ValueError: another family, a Baichuan without rotary embeddings, pickled weights, too little disk space.
     """
     with WeightFolder(hub) as source:
-        fields = source.config()
+        fields = read_config(source.path)
         family = _family(fields, source.path)
         config = _llama_config(family, fields)
         num_bytes = sum(path.stat().st_size for path in source.path.glob("*.safetensors"))
@@ -83,8 +83,8 @@ def to_hub(trained: str | Path, hub: str | Path, folder: str | Path) -> None:
             own code divides its rows by their length, so it cannot express it.
     """
     with WeightFolder(trained) as source, WeightFolder(hub) as original:
-        family = _family(original.config(), original.path)
-        config = _llama_config(family, original.config())
+        family = _family(read_config(original.path), original.path)
+        config = _llama_config(family, read_config(original.path))
         if family == "baichuan":
             _check_unit_rows(source.tensor("lm_head.weight"))
         check_disk_space(folder, sum(path.stat().st_size for path in source.path.glob("*.safetensors")))

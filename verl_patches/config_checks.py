@@ -5,7 +5,8 @@ class accepts no `megatrain.*` option; and verl finds bad input (an empty data s
 it has started its workers.
 
 Patched: `verl.utils.config.validate_config`, which verl calls in the driver with the whole composed configuration,
-first turns an FSDP actor with strategy megatrain into a megatrain actor, and at the end runs this package's checks.
+first turns an FSDP actor with strategy megatrain into a megatrain actor and a quantised model's rollout into an
+unquantised one, and at the end runs this package's checks.
 Runs with another strategy are not touched.
 """
 
@@ -36,9 +37,10 @@ def _patch(module: ModuleType) -> None:
     def wrapper(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> None:
         if OmegaConf.select(config, "actor_rollout_ref.actor.strategy") != "megatrain":
             return validate_config(config, use_reference_policy, use_critic)
-        from megatrain_verl.verl_backend import preflight, stock_config
+        from megatrain_verl.verl_backend import preflight, quantised_rollout, stock_config
 
         stock_config.adapt(config, use_reference_policy)
+        quantised_rollout.adapt(config)
         preflight.check_options(config)
         validate_config(config, use_reference_policy, use_critic)
         preflight.check_inputs(config)

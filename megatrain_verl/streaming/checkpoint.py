@@ -136,17 +136,17 @@ def export_pretrained(
 def write_shards(
     folder: Path, named_weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int = 5_000_000_000
 ) -> torch.dtype:
-    """Write `named_weights` to `folder` as safetensors with an index; returns the type of the first in the last file.
+    """Write `named_weights` to `folder` as safetensors with an index; returns the type of the first, the embedding's.
 
     At most one file's tensors are held at a time.
     """
     shards: list[list[str]] = []
-    total = 0
+    total, dtype = 0, None
     for tensors in _group(named_weights, max_shard_bytes):
         shards.append(list(tensors))
         save_file(tensors, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in tensors.values())
-        dtype = next(iter(tensors.values())).dtype
+        dtype = dtype or next(iter(tensors.values())).dtype
     _name_shards(folder, shards, total)
     return dtype
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megatrain_verl.streaming.weight_folder import Header, WeightFolder
+from megatrain_verl.streaming.weight_folder import Header, WeightFolder, read_config
 
 MXFP4, FP8 = "mxfp4", "fp8"
 BLOCKS, SCALES, SCALE_INV = "_blocks", "_scales", "_scale_inv"
@@ -62,7 +62,7 @@ def stored_weights(folder: WeightFolder) -> list[StoredWeight]:
     Raises:
         ValueError: see `check_quantization`.
     """
-    quantization = folder.config().get("quantization_config")
+    quantization = read_config(folder.path).get("quantization_config")
     check_quantization(quantization)
     headers = {header.name: header for header in folder.headers}
     weights: dict[str, StoredWeight] = {}

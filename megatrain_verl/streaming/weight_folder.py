@@ -60,23 +60,6 @@ class WeightFolder:
         """The tensor `name`, a view of its mapped file."""
         return self._shards[name].get_tensor(name)
 
-    def config(self) -> dict[str, object]:
-        """What config.json says; empty where there is none.
-
-        Raises:
-            ValueError: it is no JSON object.
-        """
-        file = self.path / CONFIG_FILE
-        if not file.is_file():
-            return {}
-        try:
-            config = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is not valid JSON ({error}); download it again") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"{file} holds no JSON object; download it again")
-        return config
-
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every weight in a Hugging Face folder, shard by shard; tensors are views of the mapped file.
@@ -87,6 +70,24 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     with WeightFolder(folder) as weights:
         for header in weights.headers:
             yield header.name, weights.tensor(header.name)
+
+
+def read_config(folder: str | Path) -> dict[str, object]:
+    """What config.json of `folder` says; empty where there is none.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    file = Path(folder) / CONFIG_FILE
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); download it again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds no JSON object; download it again")
+    return config
 
 
 def shard_paths(folder: str | Path) -> list[Path]:

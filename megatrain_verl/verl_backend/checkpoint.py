@@ -20,6 +20,7 @@ from megatrain_verl.streaming.atomic_folder import atomic_folder, restore_replac
 from megatrain_verl.streaming.checkpoint import export_pretrained
 from megatrain_verl.streaming.engine import StreamingEngine
 from megatrain_verl.streaming.host_store import DTYPES
+from megatrain_verl.streaming.quantised_weights import without_quantization
 from megatrain_verl.verl_backend import extra_state
 from megatrain_verl.verl_backend.optimizer import LearningRate
 from megatrain_verl.verl_backend.options import check_checkpoint_contents
@@ -109,7 +110,7 @@ class CheckpointStore:
             num_bytes = engine.num_parameters * DTYPES[engine.config.dtype].itemsize
             export_pretrained(folder, engine.named_weights(), config, num_bytes)
         else:
-            config.save_pretrained(folder)
+            without_quantization(config).save_pretrained(folder)
         for part in (self._model.generation_config, self._model.get_processor()):
             if part is not None:
                 part.save_pretrained(folder)

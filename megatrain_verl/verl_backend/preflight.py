@@ -16,6 +16,8 @@ from verl.workers.config import HFModelConfig
 from megatrain_verl.resources import HostPlan, check_host_memory, check_shared_memory
 from megatrain_verl.streaming.attention import check_available
 from megatrain_verl.streaming.model_plan import ModelPlan, plan_model
+from megatrain_verl.streaming.quantised_weights import stored_weights
+from megatrain_verl.streaming.weight_folder import WeightFolder
 from megatrain_verl.verl_backend import prompt_files, registration
 
 MIB = 1 << 20
@@ -48,9 +50,10 @@ def check_inputs(config: DictConfig) -> None:
     device = get_device_name()
     check_available(engine.get("attn_implementation", "auto"), engine.get("dtype", "bfloat16"), device)
     _check_length(config, model.hf_config)
-    plan = plan_model(
-        copy.deepcopy(model.hf_config), engine.get("freeze", ())
-    )  # refuses what the engine would train wrongly
+    # Refuses what the engine would train wrongly.
+    plan = plan_model(copy.deepcopy(model.hf_config), engine.get("freeze", ()))
+    with WeightFolder(model.local_path) as folder:
+        plan.hub = plan.hub.as_in(weight.header.name for weight in stored_weights(folder))
     _check_host_memory(config, plan)
     if device == "cpu":
         _check_weight_transfer(config, plan)
@@ -111,10 +114,12 @@ def _check_weight_transfer(config: DictConfig, plan: ModelPlan) -> None:
     option = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
     bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
     itemsize = 4 if config.actor_rollout_ref.actor.megatrain.get("dtype") == "float32" else 2
-    largest = max((span for unit in plan.units for span in unit.spans), key=lambda span: span.numel)
-    if largest.numel * itemsize > bucket:
+    blocks = [block for unit in plan.units for span in unit.spans for block in plan.hub.blocks(span.name)]
+    largest = max(blocks, key=lambda block: block.numel)
+    nbytes = largest.numel * itemsize
+    if nbytes > bucket:
         raise ValueError(
-            f"{largest.name} has {largest.numel * itemsize} bytes and does not fit into the weight transfer's buffer; "
-            f"set {option}={-(-largest.numel * itemsize // MIB)} or more"
+            f"{plan.hub.checkpoint_name(largest)} has {nbytes} bytes and does not fit into the weight transfer's "
+            f"buffer; set {option}={-(-nbytes // MIB)} or more"
         )
     check_shared_memory(bucket)

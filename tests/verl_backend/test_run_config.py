@@ -1,6 +1,7 @@
 """Whole verl configurations: composed by Hydra as the three commands do it, and checked in the driver."""
 
 import json
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import T5Config
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import HFModelConfig
+from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
 
 import megatrain_verl.verl_backend.conf
-from megatrain_verl.verl_backend import preflight
+from megatrain_verl.verl_backend import preflight, quantised_rollout
 from megatrain_verl.verl_backend.config import MegaTrainActorConfig, MegaTrainEngineConfig
 
 GROUP, STOCK = "model_engine=megatrain", "actor_rollout_ref.actor.strategy=megatrain"
@@ -126,6 +128,38 @@ def test_other_strategies_are_not_touched(tiny: HFModelConfig, data: Path) -> No
     before = OmegaConf.to_container(config)
     check(config)
     assert OmegaConf.to_container(config) == before
+
+
+@pytest.fixture
+def quantised(tiny: HFModelConfig, tmp_path: Path) -> str:
+    """The option that makes MODEL_PATH a folder whose config.json names FP8 weights."""
+    folder = shutil.copytree(tiny.path, tmp_path / "model")
+    text = json.loads((folder / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(text | {"quantization_config": quantization}))
+    return f"actor_rollout_ref.model.path={folder}"
+
+
+@pytest.mark.parametrize("rollout", [None, "fp8"])
+def test_rollout_of_a_quantised_folder_is_not_quantised(
+    tiny: HFModelConfig, data: Path, quantised: str, rollout: str | None
+) -> None:
+    """What reaches vLLM's command line and verl's model config; a rollout that is to be quantised stays so."""
+    rollout_options = ("name=vllm", f"quantization={rollout or 'null'}")
+    options = [quantised, "+actor_rollout_ref.rollout.engine_kwargs.vllm.seed=7"]
+    config = run_config(tiny, data, GROUP, *options, *(f"actor_rollout_ref.rollout.{o}" for o in rollout_options))
+    quantised_rollout.adapt(config)
+    OmegaConf.resolve(config)
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.model).hf_config.quantization_config is None
+    engine_kwargs = omega_conf_to_dataclass(config.actor_rollout_ref.rollout).engine_kwargs
+    overrides = [] if rollout else ["--hf_overrides", '{"quantization_config": null}']
+    assert build_cli_args_from_config(engine_kwargs["vllm"]) == ["--seed", "7", *overrides]
+
+
+def test_driver_adapts_the_rollout_of_a_quantised_folder(tiny: HFModelConfig, data: Path, quantised: str) -> None:
+    config = run_config(tiny, data, STOCK, quantised)
+    check(config)
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.quantization_config is None
 
 
 # ------------------------------------------------------------------------------------------- refused in the driver
