@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -121,8 +122,6 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, mask: "RowMask", f
     """torch's compiled flex attention, with sinks by way of the log-sum-exp: softmax over keys and sink is the softmax
     over keys times sigmoid(lse - sink).
     """
-    from torch.nn.attention.flex_attention import AuxRequest
-
     softcap = features.softcap
 
     def bend(score: Tensor, *position: Tensor) -> Tensor:
@@ -134,24 +133,22 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, mask: "RowMask", f
         "scale": features.scaling,
         "enable_gqa": query.shape[1] != key.shape[1],
     }
-    attend = _compiled_flex(query.is_cuda)
+    attend = _flex("flex_attention", query.is_cuda)
     if features.s_aux is None:
         return attend(query, key, value, **settings).transpose(1, 2)
-    output, auxiliary = attend(query, key, value, return_aux=AuxRequest(lse=True), **settings)
+    output, auxiliary = attend(query, key, value, return_aux=flex.AuxRequest(lse=True), **settings)
     share = torch.sigmoid(auxiliary.lse - features.s_aux.float()[None, :, None])
     return (output * share[..., None]).to(value.dtype).transpose(1, 2)
 
 
 @functools.cache
-def _compiled_flex(compiled: bool) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention) if compiled else flex_attention
+def _flex(name: str, compiled: bool) -> Callable[..., object]:
+    """A function of torch's module; compiled, none of them holds T x T elements."""
+    function = getattr(flex, name)
+    return torch.compile(function) if compiled else function
 
 
 def _block_mask(mask: "RowMask", tokens: int, device: torch.device) -> "BlockMask":
-    from torch.nn.attention.flex_attention import create_block_mask
-
     if "block_mask" not in mask.cache:
         row = torch.repeat_interleave(torch.tensor(mask.rows.lengths)).to(device)
         window, blocks = tokens if mask.window is None else mask.window, mask.image_blocks
@@ -162,7 +159,8 @@ def _block_mask(mask: "RowMask", tokens: int, device: torch.device) -> "BlockMas
                 seen |= (blocks[query] == blocks[key]) & (blocks[query] >= 0)
             return seen & (row[query] == row[key])
 
-        mask.cache["block_mask"] = create_block_mask(allowed, None, None, tokens, tokens, device=str(device))
+        create = _flex("create_block_mask", device.type == "cuda")
+        mask.cache["block_mask"] = create(allowed, None, None, tokens, tokens, device=str(device))
     return mask.cache["block_mask"]
 
 
