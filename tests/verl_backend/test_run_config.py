@@ -169,7 +169,7 @@ REFUSED = {
     "unknown option, stock": ([STOCK, f"+{ACTOR}.megatrain.dtypee=1"], "did you mean dtype"),
     "unknown actor option": ([STOCK, f"+{ACTOR}.use_kl_los=True"], "did you mean use_kl_loss"),
     "dtype": ([GROUP, f"{ACTOR}.megatrain.dtype=float16"], "dtype must be one of bfloat16, float32"),
-    "attention": ([GROUP, f"{ACTOR}.megatrain.attn_implementation=eager"], "attn_implementation must be one of"),
+    "attention": ([GROUP, f"{ACTOR}.megatrain.attn_implementation=xformers"], "attn_implementation must be one of"),
     "attention here": ([GROUP, f"{ACTOR}.megatrain.attn_implementation=varlen"], "varlen runs in bfloat16 on CUDA"),
     "optimizer": ([GROUP, f"{ACTOR}.optim.optimizer=Adam"], "Adam of torch.optim is not supported"),
     "host memory": (
