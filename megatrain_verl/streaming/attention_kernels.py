@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from megatrain_verl.streaming.compiling import allow_variants
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -145,16 +147,21 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, mask: "RowMask", f
 def _flex(name: str, compiled: bool) -> Callable[..., object]:
     """A function of torch's module; compiled, none of them holds T x T elements."""
     function = getattr(flex, name)
-    return torch.compile(function) if compiled else function
+    if not compiled:
+        return function
+    allow_variants()  # beyond the limit the plain function would run, which holds all T x T scores
+    return torch.compile(function)
 
 
 def _block_mask(mask: "RowMask", tokens: int, device: torch.device) -> "BlockMask":
     if "block_mask" not in mask.cache:
         row = torch.repeat_interleave(torch.tensor(mask.rows.lengths)).to(device)
-        window, blocks = tokens if mask.window is None else mask.window, mask.image_blocks
+        window, blocks = mask.window, mask.image_blocks
 
         def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            seen = (query >= key) & (query - key < window)
+            seen = query >= key
+            if window is not None:
+                seen = seen & (query - key < window)
             if blocks is not None:
                 seen |= (blocks[query] == blocks[key]) & (blocks[query] >= 0)
             return seen & (row[query] == row[key])

@@ -12,6 +12,11 @@ logger = logging.getLogger(__name__)
 VARIANTS = 32
 
 
+def allow_variants() -> None:
+    """Let a function be compiled in `VARIANTS` variants."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+
+
 class MaybeCompiled:
     """Calls `function`, compiled if asked for, and as it is if that fails (with one warning).
 
@@ -23,7 +28,7 @@ class MaybeCompiled:
         self._function = function
         self._compiled = torch.compile(function) if compiled else None
         if compiled:
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+            allow_variants()
 
     def __call__(self, *arguments: object) -> Any:
         if self._compiled is None:

@@ -7,6 +7,7 @@ nothing here knows a family. Masks are never built: see `attention.py`.
 
 import copy
 import inspect
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -58,14 +59,15 @@ class DecoderSkeleton:
     def __init__(self, decoder: nn.Module, device: str) -> None:
         self._device = device
         self._recorders = [LayerRecorder(layer) for layer in decoder.layers]
-        modules = {"layers": nn.ModuleList(self._recorders), "norm": nn.Identity()}
-        for name, module in decoder.named_children():
-            if name not in ("layers", "norm", "embed_tokens"):
-                with torch.device(device):
-                    modules[name] = type(module)(config=module.config)
+        self._rest = {
+            name: partial(type(module), config=module.config)
+            for name, module in decoder.named_children()
+            if name not in ("layers", "norm", "embed_tokens")
+        }
         self._decoder = copy.copy(decoder)
-        self._decoder._modules = modules
-        kinds = [getattr(module, "rope_type", "") for module in modules.values()]
+        self._decoder._modules = {"layers": nn.ModuleList(self._recorders), "norm": nn.Identity()}
+        self._make_rest()
+        kinds = [getattr(module, "rope_type", "") for module in self._decoder._modules.values()]
         kinds = {kind for kind in kinds for kind in (kind.values() if isinstance(kind, dict) else [kind])}
         self._looks_at_length = bool(kinds & LENGTH_DEPENDENT_ROPE)
 
@@ -74,10 +76,25 @@ class DecoderSkeleton:
         """Keyword arguments of each layer for tokens at `position_ids` (1, T), rotary embeddings in `dtype`."""
         if not self._looks_at_length:
             return self._record(position_ids, dtype)
-        rows = [self._record(positions, dtype) for positions in position_ids.split(row_lengths, dim=-1)]
-        return [
-            {name: _join([layer[name] for layer in layers]) for name in layers[0]} for layers in zip(*rows, strict=True)
-        ]
+        rows = []
+        for positions in position_ids.split(row_lengths, dim=-1):
+            self._make_rest()  # transformers' dynamic frequencies depend on the rows before: here each row is the first
+            rows.append(self._record(positions, dtype))
+        joined: dict[tuple[int, ...], object] = {}  # layers get the same tensors: they are joined once
+        arguments = []
+        for layers in zip(*rows, strict=True):
+            parts = {name: [layer[name] for layer in layers] for name in layers[0]}
+            keys = {name: tuple(map(id, values)) for name, values in parts.items()}
+            for name, key in keys.items():
+                if key not in joined:
+                    joined[key] = _join(parts[name])
+            arguments.append({name: joined[key] for name, key in keys.items()})
+        return arguments
+
+    def _make_rest(self) -> None:
+        """New rotary embeddings, and whatever else stands beside the layers."""
+        with torch.device(self._device):
+            self._decoder._modules.update({name: make() for name, make in self._rest.items()})
 
     def _record(self, position_ids: Tensor, dtype: torch.dtype) -> list[dict[str, object]]:
         # Nothing but the shape, the type and the device of the hidden state is looked at.

@@ -27,7 +27,7 @@ from megatrain_verl.streaming.gradients import Accumulator, GradientPath, gradie
 from megatrain_verl.streaming.host_store import ParameterState, UnitState
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.pass_plan import PassPlan
-from megatrain_verl.streaming.router_loss import RouterBalance
+from megatrain_verl.streaming.router_loss import RouterBalance, RouterLoss
 from megatrain_verl.streaming.streams import Streams
 from megatrain_verl.streaming.token_head import TokenHead
 from megatrain_verl.streaming.vision_pass import VisionPass
@@ -130,7 +130,7 @@ class LayerMajorPass:
         input. `share` of the tokens of its call are in this pass.
         """
         if self._router_loss is not None:
-            self._balance = RouterBalance(self._router_loss, share, self._device)
+            self._run(self._do_start_balance, self._router_loss, share)
         kept_from = len(self._layers) - plan.kept_layers
         visits = backward_visits(len(self._layers), interval, kept_from)
         self._forward(inputs, interval, kept_from)
@@ -232,6 +232,9 @@ class LayerMajorPass:
 
     def _do_prepare(self, prepare: Callable[[], DeviceBatch]) -> None:
         self._batches.append(prepare())
+
+    def _do_start_balance(self, settings: RouterLoss, share: float) -> None:
+        self._balance = RouterBalance(settings, share, self._device)
 
     @torch.no_grad()
     def _do_embed(self, m: int) -> None:

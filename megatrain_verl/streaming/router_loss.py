@@ -15,7 +15,6 @@ import sys
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -67,8 +66,8 @@ class RouterBalance:
     def add(self, logits: Tensor | None) -> None:
         """Count what a router did in the forward pass."""
         if logits is not None:
-            chosen = logits.topk(self._settings.top_k, dim=-1).indices
-            self._choices += F.one_hot(chosen, self._settings.num_experts).sum((0, 1))
+            chosen = logits.topk(self._settings.top_k, dim=-1).indices.flatten()
+            self._choices.index_add_(0, chosen, self._choices.new_ones(()).expand(len(chosen)))
             self._probabilities += logits.softmax(-1, dtype=torch.float32).sum(0)
             self._tokens += logits.shape[0]
 

@@ -15,6 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatrain_verl.streaming.attention import RowLayout, RowMask
 
+MOST_PADDED = 2  # times the tokens, in a batch of rows; beyond it the rows are called one by one
+
 
 def install(layer: nn.Module) -> None:
     """Let the modules of `layer` that need it see their rows apart; `layer` is changed."""
@@ -54,6 +56,8 @@ def _with_rows_apart(
     **named: object,
 ) -> Tensor | tuple:
     rows, tokens = attention_mask.rows, hidden_states.shape[1]
+    if len(rows.lengths) * rows.longest > MOST_PADDED * tokens:
+        return _with_single_rows(forward, is_linear, hidden_states, attention_mask, named)
 
     def apart(value: object) -> object:
         if isinstance(value, tuple):
@@ -70,6 +74,38 @@ def _with_rows_apart(
     if isinstance(output, tuple):
         return pack(output[0], rows), *output[1:]
     return pack(output, rows)
+
+
+def _with_single_rows(
+    forward: Callable[..., Tensor | tuple],
+    is_linear: bool,
+    hidden_states: Tensor,
+    attention_mask: RowMask,
+    named: dict[str, object],
+) -> Tensor | tuple:
+    """One call for each row: slower than a batch, but a long row among short ones would be mostly padding there."""
+    tokens, lengths = hidden_states.shape[1], attention_mask.rows.lengths
+    outputs, start = [], 0
+
+    def row_of(value: object, where: slice) -> object:
+        if isinstance(value, tuple):
+            return tuple(row_of(part, where) for part in value)
+        along_tokens = isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, tokens)
+        return value[:, where] if along_tokens else value
+
+    for length in lengths:
+        where = slice(start, start + length)
+        start += length
+        outputs.append(
+            forward(
+                hidden_states=hidden_states[:, where],
+                attention_mask=None if is_linear else replace(attention_mask, rows=None),
+                **{name: row_of(value, where) for name, value in named.items()},
+            )
+        )
+    if isinstance(outputs[0], tuple):
+        return torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:]
+    return torch.cat(outputs, dim=1)
 
 
 def unpack(packed: Tensor, rows: RowLayout) -> Tensor:

@@ -59,6 +59,32 @@ def test_left_padded_rows_equal_unpadded_ones(name):
     engine.close()
 
 
+@pytest.mark.parametrize("name", ["Qwen3.5-27B", "Llama-4-Scout"])
+def test_short_rows_beside_a_long_one_equal_rows_alone(name):
+    """Of a batch of these rows more than half would be padding: linear attention gets them one by one."""
+    config = family_config(name)
+    model = oracle.plain_model(config)
+    engine = oracle.make_engine(model, config, forward_only=True)
+    rows = oracle.random_rows([5, 40, 3, 4, 6])
+    batch = oracle.pack(rows)
+    for row, scores in zip(rows, oracle.engine_log_probs(engine.forward([batch]), [batch]), strict=True):
+        torch.testing.assert_close(scores, oracle.plain_log_probs(model, row)[0].detach(), atol=1e-5, rtol=1e-5)
+    engine.close()
+
+
+def test_dynamic_rotary_frequencies_do_not_depend_on_the_rows_before():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    config = family_config("Llama-2-7B", rope_parameters=rope, max_position_embeddings=16)
+    model = oracle.plain_model(config)
+    engine = oracle.make_engine(model, config, forward_only=True, max_seq_len=64)
+    rows = oracle.random_rows([40, 9, 25])
+    batch = oracle.pack(rows)
+    for row, scores in zip(rows, oracle.engine_log_probs(engine.forward([batch]), [batch]), strict=True):
+        fresh = oracle.plain_model(config)  # transformers keeps the frequencies of the longest row so far
+        torch.testing.assert_close(scores, oracle.plain_log_probs(fresh, row)[0].detach(), atol=1e-5, rtol=1e-5)
+    engine.close()
+
+
 def test_soft_capped_logits_with_temperature_and_entropy():
     """Logits are bent before they are divided by the temperature; both gradients pass through the bend."""
     config = family_config("Gemma-2-9B")
