@@ -25,6 +25,7 @@ class ModelSizes:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
+    tied: bool
 
     @property
     def unit_sizes(self) -> tuple[int, ...]:
@@ -43,6 +44,14 @@ class ModelSizes:
     @property
     def trained_edge_sizes(self) -> tuple[int, ...]:
         return self.edge_sizes
+
+    @property
+    def slot_sizes(self) -> dict[str, int]:
+        return {"edge": max(self.edge_sizes)}
+
+    @property
+    def trained_slot_sizes(self) -> dict[str, int]:
+        return self.slot_sizes
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "ModelSizes":
@@ -72,6 +81,7 @@ class ModelSizes:
             hidden_size=text.hidden_size,
             intermediate_size=intermediate_size(text),
             vocab_size=text.vocab_size,
+            tied=head is embedding,
         )
 
 

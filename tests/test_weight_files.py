@@ -13,6 +13,7 @@ from megatrain_verl.streaming.host_store import ParameterState
 from megatrain_verl.streaming.model_plan import ModelPlan, plan_model
 from megatrain_verl.streaming.weight_files import load_into
 from megatrain_verl.streaming.weight_folder import read_weights
+from tests.families.configs import family_config
 from tests.oracle import plain_model, tiny_config
 
 
@@ -144,6 +145,35 @@ def test_a_parameter_given_twice_is_refused(saved: tuple, second: str) -> None:
     pairs = [*model.named_parameters(), (second, torch.ones(32))]
     with pytest.raises(ValueError, match=f"1 given twice: {second}"):
         load_into(make_state(plan), plan, pairs)
+
+
+@pytest.mark.parametrize("merged_first", [True, False])
+def test_experts_apart_and_merged_are_refused(merged_first: bool) -> None:
+    config = family_config("Qwen3-30B-A3B")
+    plan, model = plan_model(config), plain_model(config)
+    merged = dict(model.named_parameters())
+    name = next(name for name in merged if name.endswith(".experts.down_proj"))
+    parts = list(plan.hub.export(name, merged.pop(name).detach()))
+    whole = [(name, model.get_parameter(name))]
+    assert len(parts) > 1
+    load_into(make_state(plan), plan, [*merged.items(), *parts])
+    pairs = [*merged.items(), *(whole + parts[:1] if merged_first else parts + whole)]
+    with pytest.raises(ValueError, match=f"1 given twice: {parts[0][0] if merged_first else name}"):
+        load_into(make_state(plan), plan, pairs)
+
+
+def test_pairs_may_be_strided() -> None:
+    """A parameter, and a buffer of the layers (the router's bias)."""
+    config = family_config("DeepSeek-V3")
+    plan, model = plan_model(config), plain_model(config)
+    strided = {name: torch.stack([value, value], dim=-1)[..., 0] for name, value in model.state_dict().items()}
+    assert not any(value.is_contiguous() for value in strided.values())
+    state = make_state(plan)
+    load_into(state, plan, strided.items())
+    check_equal(state, model)
+    for unit in state.units:
+        for name, buffer in unit.buffers.items():
+            assert torch.equal(buffer, model.state_dict()[name])
 
 
 def test_only_the_first_names_are_shown(saved: tuple) -> None:

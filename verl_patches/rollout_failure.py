@@ -62,11 +62,14 @@ def _ends_with_engine(name: str, method: Callable[..., Awaitable[Any]]) -> Calla
     @functools.wraps(method)
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = asyncio.ensure_future(method(self, *args, **kwargs))
-        while not (await asyncio.wait({call}, timeout=POLL_SECONDS))[0]:
-            if self.engine.errored:
-                call.cancel()
-                raise RuntimeError(f"the vLLM engine process of rollout replica {self.replica_rank} died during {name}")
-        return call.result()
+        try:
+            while not (await asyncio.wait({call}, timeout=POLL_SECONDS))[0]:
+                if self.engine.errored:
+                    replica = self.replica_rank
+                    raise RuntimeError(f"the vLLM engine process of rollout replica {replica} died during {name}")
+            return call.result()
+        finally:
+            call.cancel()  # nothing if it has ended; `asyncio.wait` would let it go on when this is cancelled
 
     return wrapper
 

@@ -31,15 +31,18 @@ SETTINGS = {
 PACKAGES = ("megatrain-verl", "verl", "torch", "transformers")
 
 
-def text(config: DictConfig, data: list[dict[str, Any]], parameters: int, steps: int, state: RunState) -> str:
+def text(
+    config: DictConfig, data: list[dict[str, Any]], parameters: int, trained: int, steps: int, state: RunState
+) -> str:
     """The card, in the hub's format.
 
     Args:
         data: per data set what `ChatDataset.description` says, with "name".
-        parameters: of the model.
+        parameters, trained: of the model, and how many of them are not frozen.
         steps: of the whole run.
     """
     base = _base_model(config.model.path)
+    share = "all" if trained == parameters else f"{trained:,}"
     front = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -50,7 +53,7 @@ def text(config: DictConfig, data: list[dict[str, Any]], parameters: int, steps:
         [
             f"---\n{front.to_yaml()}\n---",
             f"# {config.trainer.experiment_name}",
-            f"{base}, {parameters:,} parameters, all of them fine-tuned by `python -m megatrain_verl.sft`.",
+            f"{base}, {parameters:,} parameters, {share} of them fine-tuned by `python -m megatrain_verl.sft`.",
             "## Data",
             *_table(["data set", "rows used", "rows dropped", "tokens", "trained tokens"], _data_rows(data)),
             "## Settings",

@@ -118,8 +118,9 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         """Put what the run has reached into the checkpoint that is being made, and a model card beside its weights."""
         self.state.write(folder)
         if "hf_model" in self.config.checkpoint.save_contents:
-            parameters = self.engine.streaming.num_parameters
-            card = model_card.text(self.config, self._data(), parameters, self.total_training_steps, self.state)
+            plan = self.engine.streaming.plan
+            counts = (plan.num_parameters, plan.trained_parameters)
+            card = model_card.text(self.config, self._data(), *counts, self.total_training_steps, self.state)
             (folder / HUGGINGFACE / "README.md").write_text(card, encoding="utf-8")
         self._saved_step = self.state.step
 

@@ -24,14 +24,18 @@ class Rates:
 
 
 class Sizes(Protocol):
-    """What planning needs of a model: elements per layer, of embedding and head; the trained ones of these; parameters
-    of all layers that a token passes; widths.
+    """What planning needs of a model: elements per layer, of embedding, head and vision part, and of the largest of
+    these in each device slot; the trained ones; whether embedding and head are one; parameters of all layers that a
+    token passes; widths.
     """
 
     layer_sizes: tuple[int, ...]
     edge_sizes: tuple[int, ...]
     trained_layer_sizes: tuple[int, ...]
     trained_edge_sizes: tuple[int, ...]
+    slot_sizes: dict[str, int]
+    trained_slot_sizes: dict[str, int]
+    tied: bool
     active_layer_parameters: int
     hidden_size: int
     intermediate_size: int
@@ -53,23 +57,27 @@ def device_bytes(
     `pass_tokens` go through the layers together, in micro-batches of at most `micro_batch_tokens`. Between two layers
     each micro-batch has its hidden state or its gradient. `recomputed inputs` are those of a segment's other layers
     when checkpoint_interval is above 1. `workspace` is the larger of one layer's recompute and backward over a
-    micro-batch and one chunk of the head.
+    micro-batch and one chunk of the head. Images are not counted: neither pixels and features nor the encoder's graph.
     """
     itemsize = DTYPES[config.dtype].itemsize
     layer = max(sizes.layer_sizes)
-    edge = max(sizes.edge_sizes)
-    compact = config.resident_layers == 0 and len(sizes.edge_sizes) > 1  # embedding and head lie over the layers
-    in_turn = max if compact else lambda *sizes: sum(sizes)
-    parts = {"weight slots": itemsize * in_turn(layer_slots * layer, edge)}
+    compact = config.resident_layers == 0 and not sizes.tied  # embedding and head lie over the layers
+
+    def with_others(layers: int, slots: dict[str, int]) -> int:
+        edge, apart = slots["edge"], sum(slots.values()) - slots["edge"]
+        return (max(layers, edge) if compact else layers + edge) + apart
+
+    parts = {"weight slots": itemsize * with_others(layer_slots * layer, sizes.slot_sizes)}
     if training:
-        trained_layer, trained_edge = max(sizes.trained_layer_sizes), max(sizes.trained_edge_sizes)
+        trained_layer, trained_slots = max(sizes.trained_layer_sizes), sizes.trained_slot_sizes
+        largest = max(trained_layer, *trained_slots.values())
         everything = sum(sizes.trained_layer_sizes) + sum(sizes.trained_edge_sizes)
-        accumulated = everything if resident_gradients else in_turn(2 * trained_layer, trained_edge)
+        accumulated = everything if resident_gradients else with_others(2 * trained_layer, trained_slots)
         parts["gradient accumulators"] = 4 * accumulated
         if config.host_grad_dtype != "float32":
-            parts["gradient staging"] = itemsize * min(STAGING_ELEMENTS, max(trained_layer, trained_edge))
+            parts["gradient staging"] = itemsize * min(STAGING_ELEMENTS, largest)
         if config.device_adamw is not False:
-            elements = min(CHUNK_ELEMENTS, max(trained_layer, trained_edge))
+            elements = min(CHUNK_ELEMENTS, largest)
             state = arena_dtypes(config, trainable=True, reference=False)
             parts["AdamW staging"] = LANES * elements * sum(dtype.itemsize for dtype in state.values())
     row = sizes.hidden_size * itemsize

@@ -23,7 +23,7 @@ def rope_positions(batch: MicroBatch, vision: VisionPlan) -> Tensor:
     rows = batch.input_ids.cpu().split(batch.row_lengths)
     ids = pad_sequence(rows, batch_first=True)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    grids = {name: value for name, value in batch.images.items() if name == "image_grid_thw"}
+    grids = {name: value.cpu() for name, value in batch.images.items() if name == "image_grid_thw"}
     types = (ids == vision.image_token_id).int() * IMAGE
     positions, _ = vision.module.get_rope_index(input_ids=ids, mm_token_type_ids=types, attention_mask=mask, **grids)
     return torch.cat([batch.position_ids.cpu()[None], positions[:, mask.bool()]])

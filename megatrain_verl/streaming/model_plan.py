@@ -177,6 +177,11 @@ class ModelPlan:
         """Parameters of the model, a tied matrix counted once, padding not counted."""
         return sum(span.numel for unit in self.units for span in unit.spans)
 
+    @property
+    def trained_parameters(self) -> int:
+        """Of `num_parameters`, those that are trained."""
+        return sum(span.numel for unit in self.units for span in unit.spans if span.trainable)
+
     def has_dropout(self) -> bool:
         """Whether a decoder layer or the vision part draws random numbers in training mode."""
         parts = [*self.structures, *([] if self.vision is None else [self.vision.module])]

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megatrain_verl.model_sizes import EXPERT_COUNTS
+
 
 @dataclass(frozen=True)
 class RouterLoss:
@@ -31,12 +33,15 @@ class RouterLoss:
 
     @classmethod
     def of(cls, model: PreTrainedModel, decoder: nn.Module) -> "RouterLoss | None":
-        """The auxiliary loss of `model`, or None."""
+        """The auxiliary loss of `model`, or None. Models that take images have their settings in the text config."""
+        text = model.config.get_text_config()
+        asked = any(getattr(config, "output_router_logits", False) for config in (model.config, text))
         has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
-        if not has_loss or not getattr(model.config, "output_router_logits", False):
+        if not has_loss or not asked:
             return None
         recorder = decoder._can_record_outputs["router_logits"]
-        sizes = (model.router_aux_loss_coef, model.num_experts, model.num_experts_per_tok)
+        experts = next(getattr(text, name) for name in EXPERT_COUNTS if getattr(text, name, None))
+        sizes = (text.router_aux_loss_coef, experts, text.num_experts_per_tok)
         return cls(*sizes, recorder.target_class, recorder.index)
 
     def record(self, layer: nn.Module) -> None:

@@ -136,7 +136,10 @@ class VisionPass:
             totals |= gradient_views(unit.plan, accumulator)
         parameters = [self._module.get_parameter(local) for local in totals]
         grads = [self._grads.pop((m, number)).to(part.dtype) for number, part in enumerate(features)]
-        found = torch.autograd.grad(features, parameters, grads, allow_unused=True)
+        # With deepstack the features of a frozen branch have no graph.
+        pairs = [(part, grad) for part, grad in zip(features, grads, strict=True) if part.requires_grad]
+        outputs, output_grads = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, parameters, output_grads, allow_unused=True)
         for total, grad in zip(totals.values(), found, strict=True):
             if grad is not None:
                 total.add_(grad)

@@ -82,7 +82,7 @@ class _Writer:
         """Write `parts`, (first element, values), of the block at `place`."""
         if place.parameter in self._buffers:
             for start, values in parts:
-                self._buffers[place.parameter].view(-1)[start : start + values.numel()].copy_(values.view(-1))
+                self._buffers[place.parameter].view(-1)[start : start + values.numel()].copy_(values.reshape(-1))
             return
         unit, span = self._targets[place.parameter]
         for start, values in parts:
@@ -123,8 +123,7 @@ class _Checklist:
             (self.ignored if self._hub.ignores(name) else self._unknown).append(name)
             return None
         block, wrong = place.block, None
-        merged_too = block.name != place.parameter and place.parameter in self._present
-        if place.name in self._names or merged_too:
+        if place.name in self._names or self._overlaps(place):
             wrong, what = self._repeated, name
         elif dtype not in FLOAT_DTYPES:
             wrong, what = self._quantised, f"{name} ({dtype.removeprefix('torch.')})"
@@ -136,6 +135,13 @@ class _Checklist:
             wrong.append(what)
             return None
         return place
+
+    def _overlaps(self, place: Place) -> bool:
+        """Whether the merged parameter has come and this is a part of it, or the reverse."""
+        if place.block.name != place.parameter:
+            return place.parameter in self._present
+        parts = (block.name for block in self._hub.blocks(place.parameter))
+        return any(name in self._present for name in parts if name != place.parameter)
 
     def finish(self) -> None:
         """Raise unless every parameter has come exactly once and as it should be."""

@@ -20,14 +20,15 @@ from megatrain_verl.streaming.engine import StreamingEngine
 
 PHASES = ("score", "score_reference", "forward_backward", "optimizer_step", "export")
 GIB = 1 << 30  # what verl's own metrics call gb
-UPDATE_WAITS = "weights updated before"  # how the reasons of `Streams.host_wait` for AdamW begin
+# How the reasons of `Streams.host_wait` for AdamW begin, on the host and on the device.
+UPDATE_WAITS = ("weights updated ", "AdamW ")
 
 
 @dataclass
 class Phase:
     """One phase; a line of the trace. `start`: seconds since the epoch.
 
-    `adamw_wait_s`: of `seconds`, those in which the engine's thread waited for AdamW on the host.
+    `adamw_wait_s`: of `seconds`, those in which the engine's thread waited for AdamW.
     """
 
     phase: str
@@ -86,9 +87,9 @@ class PhaseLog:
         """The figures since the last call, by name; sizes in GiB.
 
         `<phase>_s`; `h2d_gb`, `d2h_gb`: weights sent to the device and gradients received; `exported_gb`: weights for
-        the rollout; `adamw_s`: AdamW on the host; `adamw_wait_s`: the part of it that something waited for;
-        `host_gb`: resident memory of the process; on CUDA `<phase>_gpu_peak_gb` and `gpu_held_gb`: reserved by torch
-        while the rollout has the device.
+        the rollout; `adamw_s`: AdamW on the host; `adamw_wait_s`: the time in which something waited for AdamW, also
+        for its part on the device; `host_gb`: resident memory of the process; on CUDA `<phase>_gpu_peak_gb` and
+        `gpu_held_gb`: reserved by torch while the rollout has the device.
         """
         self._take_updates()
         phases = [self._phases.popleft() for _ in range(len(self._phases))]

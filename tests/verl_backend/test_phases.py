@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensordict import TensorDict
@@ -75,6 +76,19 @@ def test_adamw_that_the_export_waits_for_is_counted(
     waited = pause * len(engine.streaming.plan.units)
     assert figures["adamw_s"] >= waited
     assert figures["export_s"] >= figures["adamw_wait_s"] > 0.8 * waited
+
+
+def test_waits_for_the_update_on_the_device_are_counted(tiny: HFModelConfig, make: Callable) -> None:
+    """On CPU the device's part has ended when it is waited for, so its event takes its time here."""
+    engine, batch = make(tiny, device_adamw=True, optimizer_backend="native"), rl_batch(tiny.hf_config.vocab_size)
+    train(engine, batch, actor_loss())
+    updates, pause = engine.streaming._updates, 0.2
+    unit = engine.streaming.state.units[0]
+    updates.wait(unit, "test")
+    updates._share._pending[unit.plan.name] = [SimpleNamespace(synchronize=lambda: time.sleep(pause))]
+    weights(engine)
+    updates._share._pending[unit.plan.name] = []
+    assert reported(train(engine, batch, actor_loss()))["adamw_wait_s"] >= pause
 
 
 def last(batch: TensorDict, is_last: bool) -> TensorDict:

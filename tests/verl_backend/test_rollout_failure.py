@@ -46,6 +46,16 @@ def test_a_call_to_a_dead_engine_process_raises() -> None:
         asyncio.run(asyncio.wait_for(Server(errored=False).wake_up(tags=[]), timeout=2.5))
 
 
+def test_a_cancelled_call_does_not_go_on() -> None:
+    async def cancel() -> set[asyncio.Task]:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(Server(errored=False).wake_up(tags=[]), timeout=0.1)
+        await asyncio.sleep(0)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(cancel()) == set()
+
+
 def send(folder: Path, monkeypatch: pytest.MonkeyPatch, *, answered: int) -> None:
     """Send two buckets to a peer that answers so many messages before its call fails."""
     ended = threading.Event()

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from megatrain_verl.streaming.checkpoint import export_pretrained
+from megatrain_verl.streaming.device_plan import device_bytes
 from megatrain_verl.streaming.image_positions import rope_positions
 from tests import oracle
 from tests.vision import cases
@@ -59,6 +60,49 @@ def test_the_projector_can_be_trained_alone():
     for name, grad in found.items():
         expected = model.get_parameter(name).grad
         assert (grad - expected).norm() <= 1e-5 * expected.norm(), name
+    engine.close()
+
+
+def test_the_main_merger_of_deepstack_can_be_trained_alone():
+    """The features of the other mergers need no gradient then."""
+    row = cases.rows("qwen3_vl", [2])[0]
+    vision = [*PARTS["qwen3_vl"][0], "*deepstack_merger_list*"]
+    model, engine = engine_of("qwen3_vl", freeze=[*vision, "*language_model*", "lm_head*"])
+    (-cases.plain_log_probs(model, row).sum()).backward()
+    found = backward(engine, cases.pack([row]))
+    assert found and all(name.startswith("model.visual.merger.") for name in found)
+    for name, grad in found.items():
+        expected = model.get_parameter(name).grad
+        assert (grad - expected).norm() <= 1e-5 * expected.norm(), name
+    engine.close()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])  # tied and untied
+def test_planned_slots_and_accumulators_are_those_on_the_device(family):
+    _, engine = engine_of(family, resident_layers=0)
+    batch = cases.pack(cases.rows(family, [1]))
+    parts = device_bytes(engine.plan, engine.config, batch.num_tokens, batch.num_tokens)
+    backward(engine, batch)
+    assert engine._ring.nbytes == parts["weight slots"]
+    assert engine._gradients.device_bytes == parts["gradient accumulators"]
+    engine.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_router_loss_is_asked_for_in_the_text_config(family):
+    config = cases.tiny_config(family, output_router_logits=True, router_aux_loss_coef=0.5)
+    model = cases.plain_model(copy.deepcopy(config))
+    row = cases.rows(family, [1])[0]
+    types = (row.ids == cases.IMAGE_TOKEN).int()[None]
+    output = model(input_ids=row.ids[None], **row.images, mm_token_type_ids=types, output_router_logits=True)
+    engine = oracle.make_engine(model, config)
+    engine.forward_backward([cases.pack([row])], lambda index, outputs: 0.0 * outputs.log_probs.sum())
+    assert engine.router_loss.item() == pytest.approx(0.5 * output.aux_loss.item(), rel=1e-4)
+    (0.5 * output.aux_loss).backward()
+    for name, grad in oracle.engine_gradients(engine).items():
+        if name.endswith("mlp.gate.weight"):
+            expected = model.get_parameter(name).grad
+            assert (grad - expected).norm() <= 1e-3 * expected.norm(), name
     engine.close()
 
 
