@@ -62,15 +62,15 @@ def devices(config: DictConfig) -> list[str]:
         raise ValueError("the run starts its own processes: set trainer.devices, and start it once, without torchrun")
     if trainer.devices is None and trainer.n_gpus_per_node == 1:
         return []
-    count = trainer.n_gpus_per_node
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = visible.split(",") if visible else [str(number) for number in range(count)]
-    if trainer.devices is not None:
-        names = [str(device) for device in trainer.devices]
-    there = count if trainer.device == "cpu" else torch.cuda.device_count()
-    if count > min(there, len(names)):
-        raise ValueError(f"{count} devices are asked for, {there} are here; lower trainer.n_gpus_per_node")
-    return names[:count]
+    wanted = list(range(trainer.n_gpus_per_node) if trainer.devices is None else trainer.devices)
+    if trainer.device == "cpu":
+        return [str(number) for number in wanted]
+    there = torch.cuda.device_count()
+    if max(wanted) >= there:
+        option = "trainer.n_gpus_per_node" if trainer.devices is None else "the numbers in trainer.devices"
+        raise ValueError(f"device {max(wanted)} is asked for, but {there} are here, counted from 0; lower {option}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(number) if visible is None else visible.split(",")[number].strip() for number in wanted]
 
 
 def _check_ranks(data: DictConfig, trainer: DictConfig) -> None:

@@ -147,7 +147,8 @@ def make_share(wanted: bool | None, adamw: HostAdamW, streams: Streams, device: 
     if device == "cuda":
         from megatrain_verl.streaming.native.adamw_triton import update
 
-        return DeviceShare(adamw, update, streams, device)
+        # With its index: the thread that allocates has a current device of its own, the first one.
+        return DeviceShare(adamw, update, streams, f"cuda:{torch.cuda.current_device()}")
 
     def update_staged(staged: UnitState, length: int, settings: Settings) -> None:
         adamw.native.update_slices(staged, staged, 0, length, settings)

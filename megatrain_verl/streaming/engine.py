@@ -11,7 +11,7 @@ The order inside the two passes is in `layer_major.py`.
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -112,7 +112,8 @@ class StreamingEngine:
         argmax: bool = False,
     ) -> list[TokenOutputs]:
         """Scores of `micro_batches` in evaluation mode, without gradient; tensors on the engine's device."""
-        self._check(micro_batches)
+        with self.group.told():
+            self._check(micro_batches)
         with self._released_on_error(micro_batches):
             run = self._start(micro_batches, training=False)
             run.score(entropy=entropy, sum_pi_squared=sum_pi_squared, argmax=argmax)
@@ -138,11 +139,12 @@ class StreamingEngine:
         """
         if self._adamw_config is None:
             raise ValueError("this engine is forward-only: it was made without an optimizer")
-        self._check(micro_batches)
-        self._gradients.check_addable()
-        self._updates.guess(next_lr, self.step_count + 1)
-        plan = self.planner.plan(micro_batches, self._device_bytes())
-        runs: list[LayerMajorPass] = []
+        with self.group.told():
+            self._check(micro_batches)
+            self._gradients.check_addable()
+            self._updates.guess(next_lr, self.step_count + 1)
+            plan = self.planner.plan(micro_batches, self._device_bytes())
+        outputs, balances = [], []  # of each wave; what else a wave has on the device goes with it
         with self._released_on_error(micro_batches, plan):
             if self._ring is not None and len(self._ring.layer_slots) != plan.layer_slots:
                 self.release_device()
@@ -157,14 +159,15 @@ class StreamingEngine:
                 how = {"entropy": entropy, "sum_pi_squared": sum_pi_squared, "share": share}
                 run.forward_backward(loss_fn, self._gradients, inputs, plan, interval, **how)
                 self._gradients.end_wave()
-                runs.append(run)
+                outputs.append(run.outputs)
+                balances.append(run.balances)
                 if last or inputs.spilled_bytes:  # the next wave spills to the same host memory
                     self.streams.host_wait(self.streams.compute.record(), "outputs computed")
             self._gradients.end_call()
-            self.router_loss = sum(run.router_loss() for run in runs)
+            self.router_loss = sum(balance.loss() for wave in balances for balance in wave)
             self.planner.saved_bytes_per_token = run.saved_bytes_per_token()
             self._calls += self.group.size
-        return [output for run in runs for output in run.outputs]
+        return [output for wave in outputs for output in wave]
 
     def _start(
         self, micro_batches: list[MicroBatch], *, first: int = 0, training: bool, layer_slots: int = 2
@@ -267,7 +270,11 @@ class StreamingEngine:
         for unit in self.state.units:
             self._wait_updated(unit, "new weights")
         self._weights_changed()
-        self.group.do_once("the weights", weight_files.load_into, self.state, self.plan, source)
+        with self.group.by_first("the weights") as mine:
+            if mine:
+                weight_files.load_into(self.state, self.plan, source)
+            else:
+                weight_files.take_layout(self.plan, source)
         self.group.do_once("the reference", self.state.keep_frozen_reference)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -357,16 +364,14 @@ class StreamingEngine:
 
     def close(self) -> None:
         """Wait for pending work and release all memory. The engine cannot be used afterwards."""
-        try:
-            self.release_device()
-        finally:
-            self.streams.close()
+        with ExitStack() as rest:  # last to first, whatever one of them raises
+            rest.callback(self.group.close)
+            rest.callback(self.state.close)
             if self._adamw_config is not None:
-                self._gradients.close()
-                self._updates.close()
-                self._spill_area.close()
-            self.state.close()
-            self.group.close()
+                for part in (self._spill_area, self._updates, self._gradients):
+                    rest.callback(part.close)
+            rest.callback(self.streams.close)
+            self.release_device()
 
     def _free_device(self, *, updates: bool = True) -> None:
         self._ring = self._token_head = self._skeleton = None

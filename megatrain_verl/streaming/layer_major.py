@@ -87,6 +87,7 @@ class LayerMajorPass:
         # Of a kept layer: input; output and router logits with graph.
         self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
         self._router_loss, self._balance = plan.router_loss, None
+        self.balances: list[RouterBalance] = []  # that of `forward_backward`, where the model has such a loss
         self._saved: dict[int, tuple[int, int]] = {}  # layer -> bytes that autograd saved, of so many tokens; on CUDA
         self.outputs: list[TokenOutputs] = []
         self._vision: VisionPass | None = None
@@ -98,10 +99,6 @@ class LayerMajorPass:
         """What autograd saves for a layer, of the layer with the most; None where it was not measured."""
         most = max((nbytes / tokens for nbytes, tokens in self._saved.values()), default=0.0)
         return most if most > 0 else None
-
-    def router_loss(self) -> Tensor | float:
-        """() float32, after `forward_backward`; 0 for a model without one."""
-        return 0.0 if self._balance is None else self._balance.loss()
 
     # ----------------------------------------------------------------------------------------------- the order
 
@@ -124,7 +121,7 @@ class LayerMajorPass:
         entropy: bool,
         sum_pi_squared: bool,
     ) -> None:
-        """Append the forward and backward pass; `outputs` fills.
+        """Append the forward and backward pass; `outputs` and `balances` fill.
 
         The last `plan.kept_layers` layers keep what their backward needs; of the others every `interval`-th keeps its
         input. `share` of the tokens of its call are in this pass.
@@ -235,6 +232,7 @@ class LayerMajorPass:
 
     def _do_start_balance(self, settings: RouterLoss, share: float) -> None:
         self._balance = RouterBalance(settings, share, self._device)
+        self.balances.append(self._balance)
 
     @torch.no_grad()
     def _do_embed(self, m: int) -> None:

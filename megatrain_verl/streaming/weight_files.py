@@ -12,7 +12,7 @@ from megatrain_verl.streaming.host_store import SPLIT_CHUNK, ParameterState, Uni
 from megatrain_verl.streaming.hub_layout import Place
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.model_units import ParameterSpan
-from megatrain_verl.streaming.quantised_weights import stored_weights
+from megatrain_verl.streaming.quantised_weights import StoredWeight, stored_weights
 from megatrain_verl.streaming.weight_folder import WeightFolder, some
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,24 @@ def load_into(state: ParameterState, plan: ModelPlan, source: str | Path | Itera
     checks.finish()
 
 
+def take_layout(plan: ModelPlan, source: str | Path | Iterable[tuple[str, Tensor]]) -> None:
+    """Let `plan.hub` become what `load_into` makes of it, for a process whose weights another one loads.
+
+    Raises:
+        ValueError: a folder that cannot be read; names it.
+    """
+    if isinstance(source, str | Path):
+        with WeightFolder(source) as folder:
+            _take_layout(plan, stored_weights(folder))
+
+
+def _take_layout(plan: ModelPlan, weights: list[StoredWeight]) -> None:
+    plan.hub = plan.hub.as_in(weight.header.name for weight in weights)
+
+
 def _load_folder(state: ParameterState, plan: ModelPlan, folder: WeightFolder) -> None:
     weights = stored_weights(folder)
-    plan.hub = plan.hub.as_in(weight.header.name for weight in weights)
+    _take_layout(plan, weights)
     checks = _Checklist(plan)
     places = [checks.admit(w.header.name, w.header.shape, w.header.dtype) for w in weights]
     checks.finish()

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from megatrain_verl.config import AdamWConfig, StreamingConfig
 from megatrain_verl.streaming.batch import TokenOutputs
 from megatrain_verl.streaming.engine import StreamingEngine
+from megatrain_verl.streaming.group import group as group_module
 from megatrain_verl.streaming.group.group import ALONE, Group, HostGroup
 from tests import oracle
 
@@ -180,8 +183,11 @@ def train_until(group: Group, task: Task, what: str, victim: int) -> None:
             _end_badly(what)
         return scores.log_probs.sum()
 
+    rows = oracle.random_rows([5])
+    if what == "refused" and group.rank == victim:
+        rows[0][0] = oracle.VOCAB
     made.zero_grad()
-    made.forward_backward([oracle.pack(oracle.random_rows([5]))], loss_fn)
+    made.forward_backward([oracle.pack(rows)], loss_fn)
     made.optimizer_step()
 
 
@@ -215,6 +221,40 @@ def _reference_scores(made: StreamingEngine) -> list[float]:
     with made.reference_weights():
         (scores,) = made.forward([oracle.pack(oracle.random_rows([9], seed=99))])
     return scores.log_probs.tolist()
+
+
+def wait_for_updates(group: HostGroup, end: str, message: str, pause: float, longest: float) -> float:
+    """Rank 1 stands still for `pause` seconds, updates its part of one unit, and leaves or hangs.
+
+    Rank 0 waits for that unit and for a second one.
+
+    Returns:
+        For how many seconds rank 0 has waited for the first unit.
+    """
+    group_module.LONGEST_WAIT = longest
+    group.gather([], "the test")
+    start = time.monotonic()
+    if group.rank == 1:
+        time.sleep(pause)
+        group.updated()
+        if end == "hangs":
+            time.sleep(LIMIT)
+        group.close()
+        return 0.0
+    group.wait_updated(1, "the first unit")
+    waited = time.monotonic() - start
+    with pytest.raises(group_module.RankFailed, match=message):
+        group.wait_updated(2, "the second unit")
+    return waited
+
+
+def exported_names(group: Group, config: PretrainedConfig, folder: str) -> list[str]:
+    """Names under which the weights of `folder` are exported."""
+    made = StreamingEngine(config, StreamingConfig(), None, device="cpu", group=group)
+    made.load_weights(folder)
+    names = [name for name, _ in made.named_weights()]
+    made.close()
+    return names
 
 
 def load_nothing(group: Group) -> None:

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig
 
+from tests import oracle
 from tests.group import ranks
 from tests.group.ranks import Task
 
@@ -75,3 +78,13 @@ def test_a_checkpoint_is_written_once_and_resumed_by_another_number_of_ranks(
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == sorted(
         ["state.json", *(f"{name}.safetensors" for name in ("embedding", "layers.0", "layers.1", "layers.2", "head"))]
     )
+
+
+def test_all_ranks_export_under_the_names_of_the_folder(tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    config = Qwen3MoeConfig(**oracle.SIZES, num_hidden_layers=1, **sizes)
+    # With merged experts; transformers saves them apart.
+    state = {name: value.contiguous() for name, value in oracle.plain_model(config).state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    names = [ended.result for ended in ranks.run(ranks.exported_names, 2, config, str(tmp_path))]
+    assert sorted(names[0]) == sorted(state) and names[1] == names[0]

@@ -17,6 +17,7 @@ WHAT = {
     "stopped": "its process has not run for 3 s",
     "asleep": "it stands still for",
     "error": "ZeroDivisionError: a loss that cannot be computed",
+    "refused": "outside the vocabulary",
 }
 
 
@@ -32,7 +33,7 @@ def processes_that_map(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("what", "victim"), [("killed", 0), ("killed", 1), ("stopped", 1), ("asleep", 0), ("error", 1)]
+    ("what", "victim"), [("killed", 0), ("killed", 1), ("stopped", 1), ("asleep", 0), ("error", 1), ("refused", 2)]
 )
 def test_a_bad_end_is_named_by_all_others_and_the_next_run_starts_at_once(what: str, victim: int) -> None:
     name = uuid.uuid4().hex
@@ -44,6 +45,18 @@ def test_a_bad_end_is_named_by_all_others_and_the_next_run_starts_at_once(what: 
     assert not processes_that_map(name) and not any(name in entry for entry in os.listdir("/dev/shm"))
     if what == "killed" and victim == 0:  # the same name can be used again
         assert [rank.error for rank in ranks.run(ranks.train, 2, Task(), 1, name=name)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("end", "message", "pause", "longest"),
+    [("leaves", "it has ended, and rank 0 waits for", 6.0, 3600.0), ("hangs", "rank 0 has waited . s for", 0.0, 4.0)],
+)
+def test_a_missing_update_is_waited_for_while_its_rank_may_still_do_it(
+    end: str, message: str, pause: float, longest: float
+) -> None:
+    waiting, _ = ranks.run(ranks.wait_for_updates, 2, end, message, pause, longest, victim=1, patience=3.0)
+    assert waiting.error is None, waiting
+    assert waiting.result > pause - 2  # longer than the patience with a thread that stands still
 
 
 @pytest.mark.slow

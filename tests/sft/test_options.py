@@ -170,3 +170,20 @@ def test_metrics_of_a_new_run_replace_older_ones(tmp_path: Path) -> None:
     with metrics_file.continued(path, 0):
         path.write_bytes(lines(1, loss=1.0))
     assert path.read_bytes() == lines(1, loss=1.0)
+
+
+def test_devices_are_among_those_that_cuda_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config("trainer.devices=[1,0]")
+    options.prepare(config, "cuda")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert options.devices(config) == ["3", "2"]
+    config.trainer.devices = [2, 3]
+    with pytest.raises(ValueError, match="device 3 is asked for, but 2 are here.*lower the numbers in trainer.devices"):
+        options.devices(config)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert options.devices(config) == ["2", "3"]
+    config.trainer.devices = None
+    assert options.devices(config) == ["0", "1"]

@@ -1,11 +1,14 @@
 """What crosses to and from the device, recomputation, dropout, and what is refused."""
 
+import gc
+
 import pytest
 import torch
 from transformers import CohereConfig, MixtralConfig, Qwen2Config, T5Config
 
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.streaming.batch import MicroBatch
+from megatrain_verl.streaming.device_batch import DeviceBatch
 from megatrain_verl.streaming.dropout import dropout_seed
 from megatrain_verl.streaming.layer_major import backward_visits
 from megatrain_verl.streaming.model_plan import plan_model
@@ -133,6 +136,34 @@ def test_compiled_layers_give_the_same_step():
             assert (grad - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-6, name
     plain.close()
     compiled.close()
+
+
+def test_a_wave_takes_what_it_had_on_the_device_with_it():
+    config = oracle.tiny_config("qwen2")
+    engine = oracle.make_engine(oracle.plain_model(config), config, wave_tokens=9)
+    alive = []
+    gc.collect()  # what other tests have left
+
+    def loss_fn(index, scores):
+        alive.append(sum(type(each) is DeviceBatch for each in gc.get_objects()))
+        return scores.log_probs.sum()
+
+    outputs = engine.forward_backward(oracle.split_micro_batches(oracle.random_rows([9] * 3), 1), loss_fn)
+    assert alive == [1, 1, 1] and len(outputs) == 3
+    engine.close()
+
+
+def test_an_engine_that_cannot_close_a_part_still_closes_the_rest(monkeypatch):
+    config = oracle.tiny_config("qwen2")
+    engine = oracle.make_engine(oracle.plain_model(config), config)
+
+    def fail():
+        raise RuntimeError("mailboxes in use")
+
+    monkeypatch.setattr(engine._gradients, "close", fail)
+    with pytest.raises(RuntimeError, match="mailboxes in use"):
+        engine.close()
+    assert engine.state.nbytes == 0
 
 
 def test_a_micro_batch_larger_than_a_wave_is_refused():

@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 from megatrain_verl.streaming.group.control import ControlPage, Counter
 from megatrain_verl.streaming.group.liveness import Liveness
@@ -77,6 +78,15 @@ class Group:
     def fail(self, error: BaseException) -> None:
         """This rank cannot go on: the others raise."""
 
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """The others are told of an error inside: see `fail`."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
     def close(self) -> None:
         """Leave the group."""
 
@@ -133,11 +143,7 @@ class HostGroup(Group):
         self.control.put_values(number, values)
         self.control.set(Counter.ARRIVED, number)
 
-        def missing() -> list[int]:
-            arrived = self.control.of_all(Counter.ARRIVED)
-            return [rank for rank in self._others if arrived[rank] < number]
-
-        self.wait(lambda: not missing(), missing, purpose)
+        self.wait_counts(Counter.ARRIVED, number, purpose)
         return self.control.values(number, len(values))
 
     def wait_for(self, event: Event, purpose: str) -> None:
@@ -146,11 +152,7 @@ class HostGroup(Group):
 
     def wait_counts(self, counter: Counter, least: int, purpose: str) -> None:
         """Block until the count of every rank is at least `least`."""
-
-        def missing() -> list[int]:
-            counts = self.control.of_all(counter)
-            return [rank for rank in self._others if counts[rank] < least]
-
+        missing = partial(self._below, counter, least)
         self.wait(lambda: not missing(), missing, purpose)
 
     def updated(self) -> None:
@@ -158,13 +160,21 @@ class HostGroup(Group):
 
     def wait_updated(self, count: int, purpose: str) -> None:
         # Another thread of the other ranks updates: their training thread may well stand still meanwhile.
-        self.wait(lambda: min(self.control.of_all(Counter.UPDATED)) >= count, list, purpose)
+        missing = partial(self._below, Counter.UPDATED, count)
+        self.wait(lambda: not missing(), missing, purpose, by_training_thread=False)
 
-    def wait(self, done: Callable[[], bool], late: Callable[[], list[int]], purpose: str) -> None:
-        """Block until `done`; `late` are the ranks that this one waits for.
+    def wait(
+        self,
+        done: Callable[[], bool],
+        late: Callable[[], list[int]],
+        purpose: str,
+        *,
+        by_training_thread: bool = True,
+    ) -> None:
+        """Block until `done`; `late` are the ranks that this one waits for: for their training thread, or another.
 
         Raises:
-            RankFailed: a rank has died or had an error, or a late one stands still.
+            RankFailed: a rank has died or had an error, or a late one stands still, has left, or takes `LONGEST_WAIT`.
         """
         start, pause = time.monotonic(), 20e-6
         with self.long_work():
@@ -172,7 +182,7 @@ class HostGroup(Group):
                 self.check()
                 waited = time.monotonic() - start
                 if waited > self._patience:
-                    self._judge(late(), waited, purpose)
+                    self._judge(late(), waited, purpose, by_training_thread)
                 time.sleep(pause)
                 pause = min(2 * pause, 250e-6)
         self.check()
@@ -190,11 +200,8 @@ class HostGroup(Group):
     @contextmanager
     def by_first(self, purpose: str) -> Iterator[bool]:
         with self.long_work():
-            try:
+            with self.told():
                 yield self.rank == 0
-            except BaseException as error:
-                self.fail(error)
-                raise
             self.gather([], purpose)
 
     def cores(self) -> int:
@@ -218,16 +225,20 @@ class HostGroup(Group):
         for file in self._files:
             os.close(file)
 
+    def _below(self, counter: Counter, least: int) -> list[int]:
+        counts = self.control.of_all(counter)
+        return [rank for rank in self._others if counts[rank] < least]
+
     def _behind(self) -> list[int]:
         sent = self.control.of_all(Counter.SENT)
         return [rank for rank in self._others if sent[rank] < sent[self.rank]]
 
-    def _judge(self, late: list[int], waited: float, purpose: str) -> None:
+    def _judge(self, late: list[int], waited: float, purpose: str, by_training_thread: bool) -> None:
         for rank in late:
             idle = self._liveness.idle_seconds(rank)
             if self.control.get(Counter.LEFT, rank):
                 self.control.fail(rank, f"it has ended, and rank {self.rank} waits for {purpose}")
-            elif idle > self._patience:
+            elif by_training_thread and idle > self._patience:
                 self.control.fail(rank, f"it stands still for {idle:.0f} s, and rank {self.rank} waits for {purpose}")
             elif waited > LONGEST_WAIT:
                 self.control.fail(rank, f"rank {self.rank} has waited {waited:.0f} s for {purpose}")
