@@ -24,6 +24,8 @@ class ModelSizes:
     head_parameters: int
     hidden_size: int
     intermediate_size: int
+    # Experts that a token is sent to; 0 in a dense model.
+    experts_per_token: int
     vocab_size: int
     tied: bool
 
@@ -80,6 +82,7 @@ class ModelSizes:
             head_parameters=head.numel(),
             hidden_size=text.hidden_size,
             intermediate_size=intermediate_size(text),
+            experts_per_token=experts_per_token(text),
             vocab_size=text.vocab_size,
             tied=head is embedding,
         )
@@ -99,8 +102,13 @@ def _build(config: PretrainedConfig) -> nn.Module:
 def expert_share(text: PretrainedConfig) -> float:
     """The part of the experts that a token passes; 1 for a dense model."""
     experts = next((getattr(text, name) for name in EXPERT_COUNTS if getattr(text, name, None)), None)
-    chosen = next((getattr(text, name) for name in EXPERTS_PER_TOKEN if getattr(text, name, None)), None)
-    return 1.0 if experts is None or chosen is None else chosen / experts
+    chosen = experts_per_token(text)
+    return 1.0 if experts is None or not chosen else chosen / experts
+
+
+def experts_per_token(text: PretrainedConfig) -> int:
+    """Experts that a token is sent to; 0 in a dense model."""
+    return next((getattr(text, name) for name in EXPERTS_PER_TOKEN if getattr(text, name, None)), 0)
 
 
 def active_parameters(layer: nn.Module, share: float) -> int:
@@ -113,8 +121,8 @@ def active_parameters(layer: nn.Module, share: float) -> int:
 
 def intermediate_size(text: PretrainedConfig) -> int:
     """Width of the feed-forward part that a token passes."""
-    chosen = next((getattr(text, name) for name in EXPERTS_PER_TOKEN if getattr(text, name, None)), None)
+    chosen = experts_per_token(text)
     width = getattr(text, "moe_intermediate_size", None)
-    if chosen is None or width is None:
+    if not chosen or width is None:
         return text.intermediate_size * (chosen or 1)
     return chosen * width

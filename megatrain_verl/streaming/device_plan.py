@@ -39,6 +39,7 @@ class Sizes(Protocol):
     active_layer_parameters: int
     hidden_size: int
     intermediate_size: int
+    experts_per_token: int
     vocab_size: int
 
 
@@ -101,6 +102,9 @@ def _layer_workspace(sizes: Sizes, tokens: int, itemsize: int, training: bool) -
     # the transformers layers of Llama and Qwen with SDPA, rounded up.
     hidden, intermediate = sizes.hidden_size, sizes.intermediate_size
     per_token = 16 * hidden + 8 * intermediate if training else 6 * hidden + 3 * intermediate
+    # A mixture holds a row for each expert of a token: gathered inputs, outputs, weighted outputs, and in training the
+    # gradient of each.
+    per_token += (6 if training else 3) * sizes.experts_per_token * hidden
     largest = max(sizes.trained_layer_sizes)
     return itemsize * (tokens * per_token + (largest if training else 0))  # the gradients autograd returns
 

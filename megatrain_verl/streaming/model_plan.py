@@ -156,6 +156,11 @@ class ModelPlan:
         return model_sizes.intermediate_size(self.config.get_text_config())
 
     @property
+    def experts_per_token(self) -> int:
+        """Experts that a token is sent to; 0 in a dense model."""
+        return model_sizes.experts_per_token(self.config.get_text_config())
+
+    @property
     def active_layer_parameters(self) -> int:
         """Parameters of the decoder layers that a token passes."""
         share = model_sizes.expert_share(self.config.get_text_config())

@@ -99,7 +99,7 @@ class Shape:
     slot_sizes = trained_slot_sizes = {"edge": 545_000_000}
     tied = False
     active_layer_parameters = sum(layer_sizes)
-    hidden_size, intermediate_size, vocab_size = 3584, 18944, 152064
+    hidden_size, intermediate_size, experts_per_token, vocab_size = 3584, 18944, 0, 152064
 
 
 def choose(monkeypatch, available, rows, **settings):
