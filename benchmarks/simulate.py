@@ -112,8 +112,9 @@ def all_chunks(
 def simulated_gpu(memory: int, ledger: Ledger) -> Iterator[None]:
     """Inside, engines on the device "meta" plan and run as on a GPU with so many bytes."""
 
-    def available(own_bytes: int) -> float:
-        return 0.95 * memory - CUDA_CONTEXT - ledger.current + own_bytes
+    def available(own_bytes: int, utilization: float) -> float:
+        free = memory - CUDA_CONTEXT - ledger.current
+        return min(free + own_bytes - 0.05 * memory, utilization * memory - (ledger.current - own_bytes))
 
     class HostBytes(HostBuffer):
         def __init__(self, nbytes: int, label: str, **unused: object) -> None:

@@ -141,7 +141,9 @@ def test_saved_folders_load_both_ways_and_another_image_gives_another_score(fami
     before = oracle.engine_log_probs(engine.forward([batch]), [batch])
     batch.images["pixel_values"] = -batch.images["pixel_values"]
     after = oracle.engine_log_probs(engine.forward([batch]), [batch])
-    assert not torch.allclose(before[0], after[0], atol=1e-3) and torch.equal(before[1], after[1])
+    assert not torch.allclose(before[0], after[0], atol=1e-3)
+    # Not bit for bit: products of the experts are summed in another order when other tokens go to them.
+    torch.testing.assert_close(before[1], after[1], atol=1e-6, rtol=1e-6)
     engine.close()
 
 
