@@ -49,7 +49,8 @@ KEYS: dict[str, dict[str, type]] = {
 DEFAULTS = {
     "model.dtype": "bfloat16",
     "model.attn_implementation": "flash_attention_2",
-    "model.trust_remote_code": True,
+    # The reference trusts by default; a file that does not say so runs nobody's code here.
+    "model.trust_remote_code": False,
     "dataset.max_seq_len": 1024,
     "dataset.query_field": "query",
     "dataset.response_field": "response",

@@ -105,7 +105,7 @@ def test_file_with_accumulated_steps_and_the_references_defaults(tmp_path: Path)
     assert config.data.train_files.names == ["alpaca_en_demo", "identity"] and config.data.dataset_dir == "my data"
     assert (config.data.train_batch_size, config.trainer.total_training_steps, config.optim.lr) == (64, 50, 5e-6)
     assert config.data.train_on_prompt and config.data.max_token_len_per_gpu == 16384
-    assert (config.trainer.seed, config.optim.clip_grad, config.model.trust_remote_code) == (42, 1.0, True)
+    assert (config.trainer.seed, config.optim.clip_grad, config.model.trust_remote_code) == (42, 1.0, False)
 
 
 def test_text_of_any_kind_arrives_as_it_is(tmp_path: Path) -> None:
