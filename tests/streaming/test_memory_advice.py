@@ -22,7 +22,7 @@ class Qwen7B:
     trained_layer_sizes, trained_edge_sizes = layer_sizes, edge_sizes
     slot_sizes = trained_slot_sizes = {"edge": 545_000_960}
     tied = False
-    hidden_size, intermediate_size, vocab_size = 3584, 18944, 152_064
+    hidden_size, intermediate_size, experts_per_token, vocab_size = 3584, 18944, 0, 152_064
 
 
 def figures(text: str) -> dict[str, float]:
