@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from megatrain_verl.config import AdamWConfig, StreamingConfig
-from megatrain_verl.streaming.batch import MicroBatch
+from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs
 from megatrain_verl.streaming.engine import StreamingEngine
 from megatrain_verl.streaming.pass_plan import PassPlan, PassPlanner
 from megatrain_verl.streaming.streams import Streams
@@ -136,6 +136,20 @@ def plain_adamw(model: nn.Module, settings: AdamWConfig) -> torch.optim.AdamW:
         {"params": vectors, "weight_decay": settings.weight_decay if settings.decay_norms_and_biases else 0.0},
     ]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+
+
+def engine_pass(engine: StreamingEngine, micro_batches: list[MicroBatch]) -> float:
+    """Gradients of the mean of -log-prob over all next tokens in one engine pass; returns that mean."""
+    tokens = sum(batch.num_tokens - len(batch.row_lengths) for batch in micro_batches)
+    losses = []
+
+    def loss_fn(index: int, outputs: TokenOutputs) -> Tensor:
+        losses.append(-outputs.log_probs.sum() / tokens)
+        return losses[-1]
+
+    engine.zero_grad()
+    engine.forward_backward(micro_batches, loss_fn)
+    return sum(loss.item() for loss in losses)
 
 
 def engine_gradients(engine: StreamingEngine) -> dict[str, Tensor]:

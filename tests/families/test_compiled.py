@@ -5,7 +5,6 @@ import torch
 
 from tests import oracle
 from tests.families.configs import family_config
-from tests.streaming.test_parity import engine_pass
 
 
 @pytest.mark.slow
@@ -17,7 +16,7 @@ def test_compiled_layers_give_the_gradients_of_plain_ones(name):
     gradients = []
     for compiled in (False, True):
         engine = oracle.make_engine(model, config, compile_layers=compiled)
-        engine_pass(engine, [oracle.pack(each) for each in rows])
+        oracle.engine_pass(engine, [oracle.pack(each) for each in rows])
         gradients.append(oracle.engine_gradients(engine))
         engine.close()
     for parameter, grad in gradients[0].items():

@@ -8,7 +8,6 @@ from megatrain_verl.config import AdamWConfig
 from megatrain_verl.streaming.pass_plan import PassPlan
 from tests import oracle
 from tests.families.configs import family_config
-from tests.streaming.test_parity import engine_pass
 
 LENGTHS = [11, 24, 5, 17, 9]
 WITH_ROUTER_LOSS = ["Mixtral-8x7B", "Qwen3-30B-A3B", "Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B", "GPT-OSS-20B"]
@@ -32,7 +31,7 @@ def test_router_loss_is_that_of_transformers_over_the_whole_step(name, size):
     loss = -torch.cat([oracle.plain_log_probs(model, row)[0] for row in rows]).sum() / tokens
     (loss + 0.5 * router_loss).backward()
     engine = oracle.make_engine(model, config)
-    assert engine_pass(engine, oracle.split_micro_batches(rows, size)) == pytest.approx(loss.item(), rel=1e-5)
+    assert oracle.engine_pass(engine, oracle.split_micro_batches(rows, size)) == pytest.approx(loss.item(), rel=1e-5)
     assert engine.router_loss.item() == pytest.approx(0.5 * router_loss.item(), rel=1e-5)
     plain = dict(model.named_parameters())
     norm = torch.stack([parameter.grad.norm() for parameter in plain.values()]).norm()
@@ -80,7 +79,7 @@ def test_experts_without_tokens_get_a_zero_gradient_and_follow_adamw():
         (-oracle.plain_log_probs(model, row)[0].sum() / (length - 1)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
         optimizer.step()
-        engine_pass(engine, [oracle.pack([row])])
+        oracle.engine_pass(engine, [oracle.pack([row])])
         used = oracle.engine_gradients(engine)[name].flatten(1).norm(dim=1) > 0
         unused |= set((~used).nonzero().flatten().tolist())
         engine.optimizer_step()
@@ -98,7 +97,7 @@ def test_router_biases_stay_float32_and_are_exported_as_they_were_loaded(name, t
     biases = {key: value for key, value in model.state_dict().items() if key.endswith("e_score_correction_bias")}
     assert len(biases) == config.num_hidden_layers - 1
     engine = oracle.make_engine(model, config, dtype="bfloat16", keep_reference=True)
-    engine_pass(engine, [oracle.pack(oracle.random_rows(LENGTHS))])
+    oracle.engine_pass(engine, [oracle.pack(oracle.random_rows(LENGTHS))])
     engine.optimizer_step()
     engine.save(tmp_path / "checkpoint")
     other = oracle.make_engine(oracle.plain_model(config, seed=1), config, dtype="bfloat16")

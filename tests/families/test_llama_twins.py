@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from megatrain_verl.llama_twins import to_hub, to_llama
 from tests import oracle
-from tests.streaming.test_parity import engine_pass
 
 HEADS, SIZE, HIDDEN, MLP, VOCAB = 4, 8, 32, 48, 97
 
@@ -111,7 +110,7 @@ def test_twin_trains_as_plain_transformers(family, tmp_path):
     tokens = sum(len(row) - 1 for row in rows)
     loss = -torch.cat([oracle.plain_log_probs(model, row)[0] for row in rows]).sum() / tokens
     loss.backward()
-    assert engine_pass(engine, [oracle.pack(rows)]) == pytest.approx(loss.item(), rel=1e-5)
+    assert oracle.engine_pass(engine, [oracle.pack(rows)]) == pytest.approx(loss.item(), rel=1e-5)
     for name, grad in oracle.engine_gradients(engine).items():
         torch.testing.assert_close(grad, model.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
     engine.close()

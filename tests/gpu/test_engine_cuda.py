@@ -43,6 +43,17 @@ def flat_gradients(model):
     return {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}
 
 
+def plain_gradients(model, rows):
+    """Gradients by name of plain transformers on CUDA, in float32 and in bfloat16, of weights that both types hold."""
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = model.to("cuda", dtype)
+        plain.zero_grad(set_to_none=True)
+        mean_loss(plain, rows)[0].backward()
+        results.append(flat_gradients(plain))
+    return results
+
+
 def engine_results(engine, rows, size):
     """Log-probs, gradients by name and norm of one engine pass with the same loss."""
     batches = oracle.split_micro_batches(rows, size)

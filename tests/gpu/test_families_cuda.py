@@ -9,7 +9,7 @@ import torch
 
 from tests import oracle
 from tests.families.configs import FAMILIES, family_config
-from tests.gpu.test_engine_cuda import distance, engine_results, flat_gradients, mean_loss
+from tests.gpu.test_engine_cuda import distance, engine_results, flat_gradients, mean_loss, plain_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -67,16 +67,11 @@ def test_bfloat16_error_is_that_of_plain_bfloat16(name, compiled):
     config, model = wide_model(name)
     model = model.bfloat16()  # weights that both types hold
     rows = oracle.random_rows(LENGTHS)
-    results = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        plain = model.to("cuda", dtype)
-        plain.zero_grad(set_to_none=True)
-        mean_loss(plain, rows)[0].backward()
-        results[dtype] = flat_gradients(plain)
-    plain_error = distance(results[torch.bfloat16], results[torch.float32])
+    exact, plain = plain_gradients(model, rows)
+    plain_error = distance(plain, exact)
     engine = oracle.make_engine(model.cpu(), config, device="cuda", dtype="bfloat16", compile_layers=compiled)
     _, gradients, _ = engine_results(engine, rows, 3)
     engine.close()
-    error = distance(gradients, results[torch.float32])
+    error = distance(gradients, exact)
     print(f"{name}: bfloat16 gradients {error:.4f} from float32, plain bfloat16 {plain_error:.4f}")
     assert error < 1.5 * plain_error

@@ -6,7 +6,7 @@ import torch
 from megatrain_verl.config import AdamWConfig
 from megatrain_verl.streaming.pass_plan import PassPlan
 from tests import oracle
-from tests.gpu.test_engine_cuda import distance, engine_results, flat_gradients, mean_loss, medium_model
+from tests.gpu.test_engine_cuda import distance, engine_results, medium_model, plain_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -29,13 +29,8 @@ def test_bfloat16_error_of_every_plan_is_that_of_plain_bfloat16(lengths, compile
     config, model = medium_model("qwen2")
     model = model.bfloat16()
     rows = oracle.random_rows(lengths, seed=3)
-    results = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        plain = model.to("cuda", dtype)
-        plain.zero_grad(set_to_none=True)
-        mean_loss(plain, rows)[0].backward()
-        results[dtype] = flat_gradients(plain)
-    plain_error = distance(results[torch.bfloat16], results[torch.float32])
+    exact, plain = plain_gradients(model, rows)
+    plain_error = distance(plain, exact)
     settings = {"dtype": "bfloat16", "compile_layers": compiled, "optimizer_backend": backend}
     engine = oracle.make_engine(
         model.float().cpu(), config, AdamWConfig(lr=1e-4), device="cuda", head_chunk_tokens=128, **settings
@@ -49,7 +44,7 @@ def test_bfloat16_error_of_every_plan_is_that_of_plain_bfloat16(lengths, compile
             unit.exp_avg_sq.zero_()
         engine.step_count = 0
         _, grads, norm = engine_results(engine, rows, 2)
-        error = distance(grads, results[torch.float32])
+        error = distance(grads, exact)
         print(f"{name}, {'compiled' if compiled else 'plain'}, {backend}: {error:.2e} (plain bf16 {plain_error:.2e})")
         assert error <= 1.5 * plain_error, name
         expected = {name: weight.clone() for name, weight in before.items()}

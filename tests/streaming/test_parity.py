@@ -24,21 +24,6 @@ def plain_step(model, optimizer, rows, clip):
     return loss.item(), grads, norm
 
 
-def engine_pass(engine, micro_batches):
-    """One engine pass with the same loss; returns it."""
-    tokens = sum(batch.num_tokens - len(batch.row_lengths) for batch in micro_batches)
-    losses = []
-
-    def loss_fn(index, outputs):
-        loss = -outputs.log_probs.sum() / tokens
-        losses.append(loss.item())
-        return loss
-
-    engine.zero_grad()
-    engine.forward_backward(micro_batches, loss_fn)
-    return sum(losses)
-
-
 @pytest.mark.parametrize("family, tied", FAMILIES)
 @pytest.mark.parametrize("size, interval", [(1, 1), (2, 2), (4, 3)])
 def test_five_steps_equal_plain_adamw(family, tied, size, interval):
@@ -50,7 +35,7 @@ def test_five_steps_equal_plain_adamw(family, tied, size, interval):
     for step in range(5):
         rows = oracle.random_rows(LENGTHS, seed=step)
         loss, grads, norm = plain_step(model, optimizer, rows, settings.clip_grad)
-        engine_loss = engine_pass(engine, oracle.split_micro_batches(rows, size))
+        engine_loss = oracle.engine_pass(engine, oracle.split_micro_batches(rows, size))
         assert engine_loss == pytest.approx(loss, rel=1e-5)
         for name, grad in oracle.engine_gradients(engine).items():
             # Key norms and biases are sums that cancel almost wholly: their rounding is relative to the terms.
@@ -71,7 +56,7 @@ def test_padding_token_in_a_row_gets_the_gradient_of_transformers(tied):
     model = oracle.plain_model(config)
     engine = oracle.make_engine(model, config, settings)
     _, grads, norm = plain_step(model, oracle.plain_adamw(model, settings), rows, settings.clip_grad)
-    engine_pass(engine, oracle.split_micro_batches(rows, 2))
+    oracle.engine_pass(engine, oracle.split_micro_batches(rows, 2))
     embedding = oracle.engine_gradients(engine)["model.embed_tokens.weight"]
     torch.testing.assert_close(embedding, grads["model.embed_tokens.weight"], rtol=1e-5, atol=1e-6)
     assert engine.optimizer_step() == pytest.approx(norm, rel=1e-5)
@@ -162,7 +147,7 @@ def test_gradient_is_the_token_mean_for_every_micro_batch_size():
     norms, flat = [], []
     for size in (1, 2, 4):
         engine = oracle.make_engine(model, config)
-        engine_pass(engine, oracle.split_micro_batches(rows, size))
+        oracle.engine_pass(engine, oracle.split_micro_batches(rows, size))
         flat.append(torch.cat([grad.flatten() for grad in oracle.engine_gradients(engine).values()]))
         norms.append(engine.optimizer_step())
         engine.close()
@@ -178,8 +163,8 @@ def test_identical_micro_batches_give_the_norm_of_one_in_every_step():
     one = oracle.make_engine(model, config)
     several = oracle.make_engine(model, config)
     for count in (4, 4, 2):
-        engine_pass(one, [oracle.pack([row])])
-        engine_pass(several, [oracle.pack([row])] * count)
+        oracle.engine_pass(one, [oracle.pack([row])])
+        oracle.engine_pass(several, [oracle.pack([row])] * count)
         assert several.optimizer_step() == pytest.approx(one.optimizer_step(), rel=1e-5)
     one.close()
     several.close()

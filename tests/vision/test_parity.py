@@ -38,20 +38,6 @@ def plain_step(model, optimizer, rows, clip):
     return loss.item(), grads, norm
 
 
-def engine_pass(engine, micro_batches):
-    """One engine pass with the same loss; returns it."""
-    tokens = sum(batch.num_tokens - len(batch.row_lengths) for batch in micro_batches)
-    losses = []
-
-    def loss_fn(index, outputs):
-        losses.append(-outputs.log_probs.sum() / tokens)
-        return losses[-1]
-
-    engine.zero_grad()
-    engine.forward_backward(micro_batches, loss_fn)
-    return sum(loss.item() for loss in losses)
-
-
 @pytest.mark.parametrize("family, size, settings", list(combinations()))
 def test_three_steps_equal_plain_adamw(family, size, settings):
     config = cases.tiny_config(family)
@@ -65,7 +51,7 @@ def test_three_steps_equal_plain_adamw(family, size, settings):
         rows = cases.rows(family, COUNTS, seed=step)
         loss, grads, norm = plain_step(model, optimizer, rows, adamw.clip_grad)
         batches = [cases.pack(rows[start : start + size]) for start in range(0, len(rows), size)]
-        assert engine_pass(engine, batches) == pytest.approx(loss, rel=1e-5)
+        assert oracle.engine_pass(engine, batches) == pytest.approx(loss, rel=1e-5)
         found = oracle.engine_gradients(engine)
         assert found.keys() == grads.keys()
         for name, grad in found.items():
