@@ -77,10 +77,11 @@ def test_three_steps_equal_torch_with_frozen_parameters(patterns: list[str]) -> 
     engine.close()
 
 
-def test_update_shared_with_the_device_leaves_frozen_parts_alone() -> None:
+@pytest.mark.parametrize("whole_unit", ["embedding", "head"])
+def test_update_shared_with_the_device_leaves_frozen_parts_alone(whole_unit: str) -> None:
     config = oracle.tiny_config("qwen2")
     model = oracle.plain_model(config)
-    settings = {"freeze": FROZEN["parts of layers"] + FROZEN["head"], "optimizer_backend": "native"}
+    settings = {"freeze": FROZEN["parts of layers"] + FROZEN[whole_unit], "optimizer_backend": "native"}
     whole = oracle.make_engine(model, config, SETTINGS, **settings, device_adamw=False)
     shared = oracle.make_engine(model, config, SETTINGS, **settings, device_adamw=True)
     assert train(shared, 3) == train(whole, 3)

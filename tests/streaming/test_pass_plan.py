@@ -48,6 +48,16 @@ def test_every_plan_gives_the_numbers_of_plain_streaming(plan, tied):
         assert (value - expected).norm() <= 1e-5 * expected.norm() + 1e-6
 
 
+@pytest.mark.parametrize("layers", [2, 4])
+def test_embedding_and_head_over_the_layers_give_the_numbers_of_slots_of_their_own(layers):
+    """Lean mode: what a slot held is gone when the other one over it is filled."""
+    config = oracle.tiny_config("qwen2", layers=layers)
+    model = oracle.plain_model(config)
+    expected = two_steps(model, config, PassPlan((3,)))
+    lean = two_steps(model, config, PassPlan((3,)), resident_layers=0)
+    assert all(torch.equal(value, other) for value, other in zip(lean, expected, strict=True))
+
+
 def test_kept_layers_stop_at_a_segment_boundary_and_draw_the_same_dropout():
     config = oracle.tiny_config("qwen2", layers=5, attention_dropout=0.1)
     model = oracle.plain_model(config, attn_implementation="sdpa")
