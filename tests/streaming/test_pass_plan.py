@@ -48,7 +48,7 @@ def test_every_plan_gives_the_numbers_of_plain_streaming(plan, tied):
         assert (value - expected).norm() <= 1e-5 * expected.norm() + 1e-6
 
 
-@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("layers", [2, 3])  # the last layer in either slot: a small head covers only the first
 def test_embedding_and_head_over_the_layers_give_the_numbers_of_slots_of_their_own(layers):
     """Lean mode: what a slot held is gone when the other one over it is filled."""
     config = oracle.tiny_config("qwen2", layers=layers)
