@@ -126,7 +126,7 @@ def engine(task: Task, group: Group = ALONE) -> StreamingEngine:
     made = StreamingEngine(
         config,
         StreamingConfig(**settings),
-        # AdamW turns the rounding of a tiny gradient into a share of a whole step: 1e-3 would not leave 1e-6 on every CPU.
+        # AdamW makes a tiny gradient's rounding a share of its step: 1e-3 does not leave 1e-6 on every CPU.
         AdamWConfig(lr=1e-4),
         device=task.device,
         keep_reference=task.keep_reference,
