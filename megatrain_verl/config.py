@@ -68,7 +68,7 @@ class StreamingConfig:
     # Parameters that are not trained: shell-style patterns of their names ("model.embed_tokens.*"). They have no
     # gradient and no AdamW state: 2 bytes of host memory per parameter in bfloat16.
     freeze: list[str] = field(default_factory=list)
-    # Seed of the dropout masks (keyed by step, micro-batch and layer).
+    # Seed of the dropout masks (keyed by step, micro-batch and layer) and of the start of LoRA adapters.
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -105,6 +105,29 @@ class StreamingConfig:
         if self.grad_dtype != "auto":
             return self.grad_dtype
         return self.dtype if self.wave_tokens is None else "float32"
+
+
+@dataclass
+class LoraSettings:
+    """LoRA: low-rank adapters beside linear layers, which stay as they are (https://arxiv.org/abs/2106.09685).
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    rank: int
+    # What an adapter adds is multiplied by alpha / rank.
+    alpha: float = 16
+    # As in peft: "all-linear", a regular expression, or ends of module names.
+    target_modules: str | list[str] = "all-linear"
+    exclude_modules: str | list[str] | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("lora_rank", self.rank, 1)
+        if not self.alpha > 0:
+            raise ValueError(f"lora_alpha must be positive, got {self.alpha}")
+        if not self.target_modules:
+            raise ValueError("target_modules is empty: name the linear layers that get an adapter, or all-linear")
 
 
 @dataclass

@@ -6,6 +6,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
+from megatrain_verl.config import LoraSettings
+from megatrain_verl.streaming.adapters import Adapters
+
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 
@@ -28,24 +31,17 @@ class ModelSizes:
     experts_per_token: int
     vocab_size: int
     tied: bool
+    # Of `layer_sizes` and `edge_sizes`, what is trained.
+    trained_layer_sizes: tuple[int, ...]
+    trained_edge_sizes: tuple[int, ...]
 
     @property
     def unit_sizes(self) -> tuple[int, ...]:
         return (*self.layer_sizes, *self.edge_sizes)
 
-    # A config.json names no frozen parameters.
-
     @property
     def trained_sizes(self) -> tuple[int, ...]:
-        return self.unit_sizes
-
-    @property
-    def trained_layer_sizes(self) -> tuple[int, ...]:
-        return self.layer_sizes
-
-    @property
-    def trained_edge_sizes(self) -> tuple[int, ...]:
-        return self.edge_sizes
+        return (*self.trained_layer_sizes, *self.trained_edge_sizes)
 
     @property
     def slot_sizes(self) -> dict[str, int]:
@@ -53,16 +49,18 @@ class ModelSizes:
 
     @property
     def trained_slot_sizes(self) -> dict[str, int]:
-        return self.slot_sizes
+        return {"edge": max(self.trained_edge_sizes)}
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> "ModelSizes":
-        """Count the model of `config`, built on the meta device.
+    def of(cls, config: PretrainedConfig, lora: LoraSettings | None = None) -> "ModelSizes":
+        """Count the model of `config`, built on the meta device, and with `lora` its adapters, which alone are trained.
 
         Raises:
-            ValueError: transformers cannot build it as a decoder.
+            ValueError: transformers cannot build it as a decoder, or these adapters are not supported.
         """
         model = _build(config)
+        if lora is not None:
+            Adapters.add(model, lora)
         text = config.get_text_config()
         layers = model.get_decoder().layers
         embedding = model.get_input_embeddings().weight
@@ -70,9 +68,11 @@ class ModelSizes:
         head = embedding if output is None else output.weight
         share = expert_share(text)
         active_layers = sum(active_parameters(layer, share) for layer in layers)
-        layer_sizes = tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
-        total = sum(parameter.numel() for parameter in model.parameters())
+        layer_sizes = tuple(_count(layer) for layer in layers)
+        trained = tuple(_count(layer, trained=True) for layer in layers)
+        total = _count(model)
         others = total - sum(layer_sizes) - embedding.numel()
+        trained_embedding = embedding.numel() if embedding.requires_grad else 0
         return cls(
             num_parameters=total,
             active_parameters=total - sum(layer_sizes) + active_layers,
@@ -85,7 +85,16 @@ class ModelSizes:
             experts_per_token=experts_per_token(text),
             vocab_size=text.vocab_size,
             tied=head is embedding,
+            trained_layer_sizes=trained,
+            trained_edge_sizes=(
+                trained_embedding,
+                _count(model, trained=True) - sum(trained) - trained_embedding,
+            ),
         )
+
+
+def _count(module: nn.Module, *, trained: bool = False) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad or not trained)
 
 
 def _build(config: PretrainedConfig) -> nn.Module:

@@ -15,7 +15,7 @@ from pathlib import Path
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from megatrain_verl.config import StreamingConfig
+from megatrain_verl.config import LoraSettings, StreamingConfig
 from megatrain_verl.model_sizes import ModelSizes
 from megatrain_verl.resources import GIB, MARGIN, HostPlan
 from megatrain_verl.streaming.device_plan import Rates, device_bytes, input_bytes
@@ -44,7 +44,7 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
-def read_sizes(model: str) -> tuple[ModelSizes, str]:
+def read_sizes(model: str, lora: LoraSettings | None = None) -> tuple[ModelSizes, str]:
     """Sizes and model_type of a folder, a config.json or a name that the hub or its local cache knows.
 
     A family that brings its own code (Baichuan, InternLM2) is sized as the Llama whose shape its config describes.
@@ -60,21 +60,25 @@ def read_sizes(model: str) -> tuple[ModelSizes, str]:
         raise ValueError(f"no config.json for {model!r}: give a folder, a file or a hub name ({error})") from error
     model_type = str(fields.get("model_type"))
     if model_type in CONFIG_MAPPING:
-        return ModelSizes.of(AutoConfig.from_pretrained(model)), model_type
+        return ModelSizes.of(AutoConfig.from_pretrained(model), lora), model_type
     if absent := [name for name in LLAMA_SHAPE if name not in fields]:
         raise ValueError(
             f"transformers does not know model_type {model_type!r} of {model!r}, and its config is not a Llama's "
             f"either: it has no {', '.join(absent)}"
         )
     shape = {name: fields[name] for name in (*LLAMA_SHAPE, *LLAMA_OPTIONS) if name in fields}
-    return ModelSizes.of(LlamaConfig(**shape)), model_type
+    return ModelSizes.of(LlamaConfig(**shape), lora), model_type
 
 
 def report(arguments: argparse.Namespace, rates: Rates = RATES) -> dict[str, object]:
     """All figures, ready for JSON."""
-    sizes, model_type = read_sizes(arguments.model)
+    modules = arguments.lora_target_modules.split(",")
+    target = modules if len(modules) > 1 else modules[0]
+    lora = LoraSettings(arguments.lora_rank, target_modules=target) if arguments.lora_rank else None
+    sizes, model_type = read_sizes(arguments.model, lora)
     config = StreamingConfig(dtype=arguments.dtype, checkpoint_interval=arguments.checkpoint_interval)
-    host = HostPlan.of(sizes, config, trainable=True, reference=arguments.reference)
+    # Without its adapters the model is the reference.
+    host = HostPlan.of(sizes, config, trainable=True, reference=arguments.reference and lora is None)
     batch = plan_batch(sizes, config, arguments)
     gpu = device_bytes(sizes, config, batch["micro_batch_tokens"], batch["tokens_per_step"]) | {
         "CUDA context": CUDA_CONTEXT
@@ -90,6 +94,7 @@ def report(arguments: argparse.Namespace, rates: Rates = RATES) -> dict[str, obj
         "trained_by_this_version": model_type in VERIFIED_MODEL_TYPES,
         "parameters": sizes.num_parameters,
         "active_parameters": sizes.active_parameters,
+        "trained_parameters": sum(sizes.trained_sizes),
         "host_bytes": host.bytes_by_kind | {"total": host.total, "with_margin": host_needed},
         "gpu_bytes": gpu | {"total": sum(gpu.values())},
         "batch": batch,
@@ -135,7 +140,7 @@ def step_seconds(sizes: ModelSizes, tokens: int, rates: Rates) -> dict[str, floa
     active = sizes.active_layer_parameters
     forward = max(2 * (active + head) * tokens / rates.matmul, weights / rates.transfer)
     backward = max((6 * active + 4 * head) * tokens / rates.matmul, weights / rates.transfer)
-    adamw = sizes.num_parameters / rates.adamw
+    adamw = sum(sizes.trained_sizes) / rates.adamw
     return {"forward": forward, "backward": backward, "adamw": adamw, "step": max(forward, adamw) + backward}
 
 
@@ -204,6 +209,8 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--tokens-per-step", type=int, help="default: enough to hide the transfers")
     parser.add_argument("--rollout", choices=("vllm", "none"), default="none", help="what shares the GPU")
     parser.add_argument("--reference", action="store_true", help="a reference policy for a KL term")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train LoRA adapters of this rank only")
+    parser.add_argument("--lora-target-modules", default="all-linear", help="or names, separated by commas")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--checkpoint-interval", type=int, default=1)
     parser.add_argument("--json", action="store_true")

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from megatrain_verl.config import AdamWConfig, StreamingConfig
+from megatrain_verl.config import AdamWConfig, LoraSettings, StreamingConfig
 from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs
 from megatrain_verl.streaming.engine import StreamingEngine
 from megatrain_verl.streaming.pass_plan import PassPlan, PassPlanner
@@ -67,6 +67,7 @@ def make_engine(
     device: str = "cpu",
     keep_reference: bool = False,
     forward_only: bool = False,
+    lora: LoraSettings | None = None,
     **settings: object,
 ) -> StreamingEngine:
     """A float32 engine on torch's AdamW with the weights of `model`."""
@@ -79,6 +80,7 @@ def make_engine(
         device=device,
         keep_reference=keep_reference,
         streams=streams,
+        lora=lora,
     )
     engine.load_weights(model.state_dict().items())
     return engine

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain_verl.streaming import unpacked_rows
+from megatrain_verl.streaming.adapters import enable_adapters
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.model_units import UnitPlan
 from megatrain_verl.streaming.streams import Event, Streams
@@ -59,7 +60,7 @@ class DeviceRing:
         num_layer_slots: int,
         compact: bool = False,
     ) -> None:
-        self._streams, self._counters = streams, counters
+        self._streams, self._counters, self._has_adapters = streams, counters, plan.lora is not None
         largest = max(unit.numel for unit in plan.layers)
 
         sizes = dict(plan.slot_sizes)
@@ -96,10 +97,12 @@ class DeviceRing:
             buffers = {unit.name: self.slot(unit).buffer for unit in plan.vision.units}
             self.vision = bind_vision(plan.vision, buffers, device)
 
-    def train(self, mode: bool) -> None:
-        """Put the templates and the vision part in training or evaluation mode."""
+    def train(self, mode: bool, *, adapters: bool) -> None:
+        """Put the templates and the vision part in training or evaluation mode, with or without LoRA adapters."""
         for module in (*self._templates.values(), *([] if self.vision is None else [self.vision])):
             module.train(mode)
+            if self._has_adapters:
+                enable_adapters(module, adapters)
 
     @property
     def nbytes(self) -> int:

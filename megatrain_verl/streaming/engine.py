@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatrain_verl.config import AdamWConfig, StreamingConfig
+from megatrain_verl.config import AdamWConfig, LoraSettings, StreamingConfig
 from megatrain_verl.resources import HostPlan, check_host_memory, check_spill
-from megatrain_verl.streaming import checkpoint, memory_advice, weight_files
+from megatrain_verl.streaming import adapters, checkpoint, memory_advice, weight_files
 from megatrain_verl.streaming.activations import ActivationStore, SpillArea
 from megatrain_verl.streaming.attention import check_available, check_layers
 from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs, check_micro_batches
@@ -43,7 +43,7 @@ from megatrain_verl.streaming.unit_updates import UnitUpdates
 
 
 class StreamingEngine:
-    """Full-parameter training of a model whose weights and Adam state live in host memory.
+    """Training of a model whose weights and Adam state live in host memory: all parameters, some, or LoRA adapters.
 
     Args:
         model_config: Hugging Face config of a supported decoder-only model.
@@ -53,6 +53,7 @@ class StreamingEngine:
         keep_reference: keep the weights as first loaded for `reference_weights`.
         streams: the queues of work; the device's own by default.
         group: the ranks that share the arenas, of which this process is one; by default it is alone. `close` leaves it.
+        lora: train adapters only; the reference is the model without them.
 
     Raises:
         ValueError: an unsupported model or option, or too little host memory; before anything is allocated.
@@ -68,19 +69,20 @@ class StreamingEngine:
         keep_reference: bool = False,
         streams: Streams | None = None,
         group: Group = ALONE,
+        lora: LoraSettings | None = None,
     ) -> None:
         check_available(config.attn_implementation, config.dtype, device)
         self.config, self.model_config, self.device, self.group = config, model_config, device, group
-        self.plan = plan_model(model_config, config.freeze)
+        self.plan = plan_model(model_config, config.freeze, lora)
         check_layers(config.attn_implementation, self.plan.structures)
-        trainable = optimizer is not None
-        self.host_plan = HostPlan.of(self.plan, config, trainable=trainable, reference=keep_reference, ranks=group.size)
+        trainable, copies = optimizer is not None, keep_reference and lora is None
+        self.host_plan = HostPlan.of(self.plan, config, trainable=trainable, reference=copies, ranks=group.size)
         check_host_memory(self.host_plan, config)
         if trainable:
             adamw = HostAdamW(config.optimizer_backend, config.cpu_threads or group.cores())
 
         self.state = ParameterState.allocate(
-            self.plan, config, trainable=trainable, reference=keep_reference, register=device == "cuda", group=group
+            self.plan, config, trainable=trainable, reference=copies, register=device == "cuda", group=group
         )
         self.streams = streams or DeviceStreams(device, group.wait_for)
         self.counters = TransferCounters()
@@ -173,7 +175,7 @@ class StreamingEngine:
         self, micro_batches: list[MicroBatch], *, first: int = 0, training: bool, layer_slots: int = 2
     ) -> LayerMajorPass:
         self.acquire_device(layer_slots)
-        self._ring.train(training)
+        self._ring.train(training, adapters=not self._reads_reference)
         parts = (self._skeleton, self.plan.masks, self.plan.vision)
         settings = (*parts, DTYPES[self.config.dtype], self.config.attn_implementation)
         return LayerMajorPass(
@@ -192,16 +194,10 @@ class StreamingEngine:
         )
 
     def _activation_store(self, micro_batches: list[MicroBatch], plan: PassPlan) -> ActivationStore:
-        return ActivationStore(
-            self.streams,
-            list(range(0, len(self.plan.layers) - plan.kept_layers, self.config.checkpoint_interval)),
-            [batch.num_tokens for batch in micro_batches],
-            self.plan.hidden_size,
-            DTYPES[self.config.dtype],
-            self.device,
-            plan.input_bytes,
-            self._spill_area.reserve,
-        )
+        layers = list(range(0, len(self.plan.layers) - plan.kept_layers, self.config.checkpoint_interval))
+        tokens = [batch.num_tokens for batch in micro_batches]
+        inputs = (self.plan.hidden_size, DTYPES[self.config.dtype], self.device)
+        return ActivationStore(self.streams, layers, tokens, *inputs, plan.input_bytes, self._spill_area.reserve)
 
     def _load(self, unit: UnitState) -> None:
         """Start the transfer of a unit's weights, which waits for that unit's AdamW, and for no other's."""
@@ -258,7 +254,7 @@ class StreamingEngine:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, a tied matrix counted once."""
+        """Parameters of the model, a tied matrix counted once; with those of adapters."""
         return self.plan.num_parameters
 
     def load_weights(self, source: str | Path | Iterable[tuple[str, Tensor]]) -> None:
@@ -273,6 +269,7 @@ class StreamingEngine:
         with self.group.by_first("the weights") as mine:
             if mine:
                 weight_files.load_into(self.state, self.plan, source)
+                adapters.start(self.state.units, self.config.seed)
             else:
                 weight_files.take_layout(self.plan, source)
         self.group.do_once("the reference", self.state.keep_frozen_reference)
@@ -281,15 +278,19 @@ class StreamingEngine:
         """(checkpoint name, weight in the compute dtype) in forward order; views of the host arenas, tied once.
 
         Names and cuts (experts apart or merged) are those of the folder that was loaded last, else the ones that
-        transformers saves. A view holds these weights until the next `optimizer_step`.
-        Waits for the AdamW of each unit as it comes to it, and for no other.
+        transformers saves. A view holds these weights until the next `optimizer_step`; with a LoRA adapter merged in,
+        a weight is a copy. Waits for the AdamW of each unit as it comes to it, and for no other.
         """
         for unit in self.state.units:
             self._wait_updated(unit, "export")
-            for span in unit.plan.spans:
-                yield from self.plan.hub.export(span.name, unit.view(unit.weight, span))
-            for name, buffer in unit.buffers.items():
-                yield from self.plan.hub.export(name, buffer)
+            for name, tensor in adapters.merged_weights(unit, self.plan.lora):
+                yield from self.plan.hub.export(name, tensor)
+
+    def named_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in peft's files, view of the host arena) of the LoRA adapters; see `named_weights`."""
+        for unit in self.state.units:
+            self._wait_updated(unit, "export")
+            yield from adapters.adapter_weights(unit)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:

@@ -91,6 +91,11 @@ class HubLayout:
         self._places = {place.name: place for place in (*merged, *blocks)}
         self._places |= {alias: replace(self._places[name], name=alias) for alias, name in aliases.items()}
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters and buffers that are loaded and exported, by their names in the model."""
+        return self._names
+
     def blocks(self, name: str) -> list[Block]:
         """The blocks that make up the parameter `name`, in a checkpoint of this layout."""
         return self._blocks[name]

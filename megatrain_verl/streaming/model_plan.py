@@ -13,7 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from megatrain_verl import model_sizes
+from megatrain_verl.config import LoraSettings
 from megatrain_verl.streaming import attention, vision_plan
+from megatrain_verl.streaming.adapters import Adapters
 from megatrain_verl.streaming.attention import MaskKind
 from megatrain_verl.streaming.hub_layout import HubLayout
 from megatrain_verl.streaming.layer_arguments import DecoderSkeleton, decoder_of, embedding_scale
@@ -84,6 +86,8 @@ class ModelPlan:
     padding_idx: int | None = None
     # Names by which checkpoints may also call a parameter (the tied output matrix), not to be loaded or exported.
     aliases: dict[str, str] = field(default_factory=dict)
+    # peft's adapters; then nothing else is trained.
+    lora: Adapters | None = None
 
     @property
     def tied(self) -> bool:
@@ -196,14 +200,17 @@ class ModelPlan:
         )
 
 
-def plan_model(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelPlan:
-    """The plan of a decoder-only model of `config`; parameters that fit one of the patterns `freeze` are not trained.
+def plan_model(config: PretrainedConfig, freeze: Sequence[str] = (), lora: LoraSettings | None = None) -> ModelPlan:
+    """The plan of a decoder-only model of `config`; parameters that fit one of the patterns `freeze` are not trained,
+    and with `lora` none but its adapters.
 
     Raises:
-        ValueError: an encoder-decoder, quantised or not yet verified model, or a pattern that fits nothing; the
-            message names it.
+        ValueError: an encoder-decoder, quantised or not yet verified model, a pattern that fits nothing, or adapters
+            that are not supported; the message names it.
     """
     check_supported(config)
+    if freeze and lora is not None:
+        raise ValueError(f"LoRA freezes all but its adapters; leave out freeze={list(freeze)}")
     attention.register()
     config = copy.deepcopy(config)  # it will name our attention; the caller's config is what gets exported
     with torch.device("meta"):
@@ -211,6 +218,10 @@ def plan_model(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelPla
     freeze_parameters(model, freeze)
     decoder = decoder_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    loaded = list(names.values())
+    adapters = None if lora is None else Adapters.add(model, lora)
+    # peft changes the names of what it wraps; checkpoints do not.
+    names = {id(parameter): name for name, parameter in model.named_parameters()} | names
     vision = vision_plan.plan_vision(model.model, names) if vision_plan.has_vision(config) else None
     names |= {id(buffer): name for name, buffer in model.named_buffers()}
     _refuse_unplanned(model, decoder, vision)
@@ -235,7 +246,7 @@ def plan_model(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelPla
         unit = _plan_unit(f"layers.{index}", [("", layer)], names)
         unit.structure, unit.mask, unit.buffers = structures[key], mask, plan_buffers(layer, names)
         layers.append(unit)
-    loaded = [name for name, _ in model.named_parameters()] + [b.name for unit in layers for b in unit.buffers]
+    loaded += [buffer.name for unit in layers for buffer in unit.buffers]
     return ModelPlan(
         config=config,
         structures=templates,
@@ -251,6 +262,7 @@ def plan_model(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelPla
         hub=HubLayout(model, loaded, aliases),
         padding_idx=decoder.embed_tokens.padding_idx,
         aliases=aliases,
+        lora=adapters,
     )
 
 

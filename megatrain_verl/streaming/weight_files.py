@@ -121,7 +121,7 @@ class _Checklist:
 
     def __init__(self, plan: ModelPlan) -> None:
         self._hub = plan.hub
-        self._parameters = [part.name for unit in plan.units for part in (*unit.spans, *unit.buffers)]
+        self._parameters = plan.hub.names
         self._model_type = plan.config.model_type
         self._names: set[str] = set()
         self._present: set[str] = set()

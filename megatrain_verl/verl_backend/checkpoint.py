@@ -3,6 +3,7 @@
     <path>/engine/             masters, Adam moments and step count, bit for bit        (model, optimizer)
     <path>/extra_state.json    learning-rate schedule and random generators             (extra)
     <path>/huggingface/        config, tokenizer, generation config; weights too with   (hf_model)
+    <path>/lora_adapter/       with `save_lora_only` peft's files in place of merged weights
     and the files of `CheckpointStore.attached`
 
 `<path>` is `<default_local_dir>/global_step_N/actor` in RL and `<default_local_dir>/global_step_N` in SFT.
@@ -28,7 +29,7 @@ from megatrain_verl.verl_backend.retention import Retention
 
 logger = logging.getLogger(__name__)
 
-ENGINE, HUGGINGFACE = "engine", "huggingface"
+ENGINE, HUGGINGFACE, ADAPTER = "engine", "huggingface", "lora_adapter"
 LOADER_STATE = "data_*.pt"  # which verl's SFT trainer writes into the checkpoint when it is complete
 
 
@@ -52,6 +53,7 @@ class CheckpointStore:
     def __init__(self, model: HFModelConfig, config: CheckpointConfig) -> None:
         check_checkpoint_contents(config)
         self._model = model
+        self._lora_only = config.save_lora_only
         self._save_contents, self._load_contents = set(config.save_contents), set(config.load_contents)
         self._retention = Retention()
         self.attached: list[Attachment] = []
@@ -105,8 +107,10 @@ class CheckpointStore:
         logger.info("saved checkpoint %s", path)
 
     def _write_pretrained(self, folder: Path, engine: StreamingEngine) -> None:
-        config = self._model.hf_config
-        if "hf_model" in self._save_contents:
+        config, lora = self._model.hf_config, engine.plan.lora if self._lora_only else None
+        if "hf_model" in self._save_contents and lora is not None:
+            lora.write(folder.parent / ADAPTER, dict(engine.named_adapters()), self._model.path)
+        if "hf_model" in self._save_contents and lora is None:
             num_bytes = engine.num_parameters * DTYPES[engine.config.dtype].itemsize
             export_pretrained(folder, engine.named_weights(), config, num_bytes)
         else:

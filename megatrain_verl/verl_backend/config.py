@@ -62,7 +62,7 @@ class MegaTrainActorConfig(ActorConfig):
 
     Raises:
         ValueError: an unknown name, or what the engine does not do: another optimizer than AdamW, asynchronous
-            saving, quantisation-aware training, prefix grouping, LoRA.
+            saving, quantisation-aware training, prefix grouping.
     """
 
     strategy: str = "megatrain"
@@ -79,7 +79,6 @@ class MegaTrainActorConfig(ActorConfig):
             "use_prefix_grouper=True": self.use_prefix_grouper,
             "qat.enable=True": self.qat.get("enable", False),
             "checkpoint.async_save=True": self.checkpoint.async_save,
-            "checkpoint.save_lora_only=True": self.checkpoint.save_lora_only,
         }
         for option, is_set in unsupported.items():
             if is_set:
@@ -92,7 +91,7 @@ class MegaTrainActorConfig(ActorConfig):
         """verl's checks, and what only the whole run's options show. Called in the driver before Ray starts."""
         super().validate(n_gpus, train_batch_size, model_config)
         if model_config is not None:
-            registration.refuse_adapters(model_config)
+            registration.check_merged(model_config)
 
 
 process_env.allow_concurrent_streams()

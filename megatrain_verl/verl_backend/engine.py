@@ -47,7 +47,7 @@ class MegaTrainEngine(BaseEngine):
     """One device of this process, and all parameters in host memory, which the ranks of a run share.
 
     Raises:
-        ValueError: adapters, or options of another backend.
+        ValueError: adapters that are not supported, or options of another backend.
         RuntimeError: verl builds a separate reference although the actor is to be its own.
     """
 
@@ -60,7 +60,7 @@ class MegaTrainEngine(BaseEngine):
     ) -> None:
         super().__init__()
         _check_engine_config(engine_config)
-        registration.refuse_adapters(model_config)
+        self._lora = registration.lora_settings(model_config)
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
@@ -86,8 +86,9 @@ class MegaTrainEngine(BaseEngine):
             config.streaming_config(),
             adamw_config(self.optimizer_config) if trains else None,
             device=get_device_name(),
-            keep_reference=trains and config.ref_in_actor,
+            keep_reference=trains and (config.ref_in_actor or self._lora is not None),
             group=group,
+            lora=self._lora,
         )
         self.streaming.load_weights(self.model_config.local_path)
         self.phases = PhaseLog(self.streaming, config.trace_file)
@@ -228,7 +229,7 @@ class MegaTrainEngine(BaseEngine):
     # ----------------------------------------------------------------------------------------------- weights
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """The weights under their Hugging Face names, in the compute dtype, for the rollout; no adapter.
+        """The weights under their Hugging Face names, in the compute dtype, for the rollout; adapters are merged in.
 
         They are views of host memory, valid until the next optimizer step. verl copies each into its transfer buffer.
         """
@@ -244,7 +245,7 @@ class MegaTrainEngine(BaseEngine):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """What verl enters to score with the reference policy: the weights as first loaded."""
+        """What verl enters to score with the reference policy: the weights as first loaded, without adapters."""
         scoring, self._scoring = self._scoring, "score_reference"
         try:
             with self.streaming.reference_weights():

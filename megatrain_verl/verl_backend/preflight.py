@@ -51,7 +51,8 @@ def check_inputs(config: DictConfig) -> None:
     check_available(engine.get("attn_implementation", "auto"), engine.get("dtype", "bfloat16"), device)
     _check_length(config, model.hf_config)
     # Refuses what the engine would train wrongly.
-    plan = plan_model(copy.deepcopy(model.hf_config), engine.get("freeze", ()))
+    lora = registration.lora_settings(model)
+    plan = plan_model(copy.deepcopy(model.hf_config), engine.get("freeze", ()), lora)
     with WeightFolder(model.local_path) as folder:
         plan.hub = plan.hub.as_in(weight.header.name for weight in stored_weights(folder))
     _check_host_memory(config, plan)
@@ -101,8 +102,9 @@ def _check_host_memory(config: DictConfig, plan: ModelPlan) -> None:
     engine = omega_conf_to_dataclass(config.actor_rollout_ref.actor.megatrain)
     streaming = engine.streaming_config()
     ranks = config.trainer.n_gpus_per_node
-    actor = HostPlan.of(plan, streaming, trainable=True, reference=engine.ref_in_actor, ranks=ranks)
-    if need_reference_policy(config) and not engine.ref_in_actor:
+    copies = engine.ref_in_actor and plan.lora is None  # without its adapters the actor is the reference
+    actor = HostPlan.of(plan, streaming, trainable=True, reference=copies, ranks=ranks)
+    if need_reference_policy(config) and not engine.ref_in_actor and plan.lora is None:
         reference = HostPlan.of(plan, streaming, trainable=False, reference=False)
         both = actor.bytes_by_kind | {"reference engine": reference.total}
         actor = HostPlan(both, actor.parameters)
@@ -114,7 +116,7 @@ def _check_weight_transfer(config: DictConfig, plan: ModelPlan) -> None:
     option = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
     bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
     itemsize = 4 if config.actor_rollout_ref.actor.megatrain.get("dtype") == "float32" else 2
-    blocks = [block for unit in plan.units for span in unit.spans for block in plan.hub.blocks(span.name)]
+    blocks = [block for name in plan.hub.names for block in plan.hub.blocks(name)]
     largest = max(blocks, key=lambda block: block.numel)
     nbytes = largest.numel * itemsize
     if nbytes > bucket:

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from megatrain_verl.config import LoraSettings
 from verl_patches.import_hook import after_import
 
 # Set when verl's plug-in loader swallowed an exception of `plugin.py`.
@@ -36,15 +39,43 @@ def refuse_several_hosts(nodes: int) -> None:
         raise ValueError(f"megatrain runs on the GPUs of one host (got trainer.nnodes={nodes}); set trainer.nnodes=1")
 
 
-def refuse_adapters(model: Mapping[str, Any]) -> None:
-    """The engine trains all parameters; an adapter in the configuration would be ignored without a word.
+def lora_settings(model: Mapping[str, Any]) -> LoraSettings | None:
+    """The LoRA adapters that verl's `model` options ask for, by the names that verl's FSDP engine reads.
 
     Raises:
-        ValueError: LoRA or multi-token-prediction training is asked for.
+        ValueError: adapters that would be ignored without a word, or multi-token-prediction training.
     """
     lora = model.get("lora") or {}
-    if model.get("lora_rank", 0) > 0 or lora.get("rank", 0) > 0 or model.get("lora_adapter_path") is not None:
-        raise ValueError("LoRA is not supported by megatrain, which trains all parameters; set model.lora_rank=0")
+    if lora.get("rank", 0) > 0:
+        raise ValueError(
+            "model.lora.rank is of verl's Megatron engine; set model.lora_rank, lora_alpha, target_modules"
+        )
+    for option in ("lora_adapter_path", "target_parameters"):
+        if model.get(option) is not None:
+            raise ValueError(f"model.{option} is not supported by megatrain; set it to null")
     mtp = model.get("mtp") or {}
     if mtp.get("enable", False):
         raise ValueError("multi-token prediction is not supported by megatrain; set model.mtp.enable=False")
+    if model.get("lora_rank", 0) <= 0:
+        return None
+    if lora.get("type", "lora") != "lora":
+        raise ValueError(f"model.lora.type={lora['type']} is not supported by megatrain; set it to lora")
+    names = (_plain(model.get(option)) for option in ("target_modules", "exclude_modules"))
+    return LoraSettings(model["lora_rank"], model["lora_alpha"], *names)
+
+
+def check_merged(model: Mapping[str, Any]) -> None:
+    """The engine sends merged weights to the rollout, which must not be set up for adapters beside them.
+
+    Raises:
+        ValueError: LoRA without `lora.merge`.
+    """
+    if lora_settings(model) is not None and not (model.get("lora") or {}).get("merge", False):
+        raise ValueError(
+            "megatrain merges LoRA adapters into the weights that it sends to the rollout; set "
+            "actor_rollout_ref.model.lora.merge=True"
+        )
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value

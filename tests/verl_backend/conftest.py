@@ -54,6 +54,7 @@ def make(process_group: None) -> Iterator[Callable[..., MegaTrainEngine]]:
         *,
         optim: dict[str, Any] | None = None,
         contents: tuple[str, ...] = ("model", "optimizer", "extra", "hf_model"),
+        save_lora_only: bool = False,
         **options: Any,
     ) -> MegaTrainEngine:
         engine = EngineRegistry.new(
@@ -62,7 +63,9 @@ def make(process_group: None) -> Iterator[Callable[..., MegaTrainEngine]]:
             model_config=model,
             engine_config=MegaTrainEngineConfig(**{"dtype": "float32", "optimizer_backend": "torch", **options}),
             optimizer_config=FSDPOptimizerConfig(**{"lr": LR, "total_training_steps": STEPS, **(optim or {})}),
-            checkpoint_config=CheckpointConfig(save_contents=list(contents), load_contents=list(contents)),
+            checkpoint_config=CheckpointConfig(
+                save_contents=list(contents), load_contents=list(contents), save_lora_only=save_lora_only
+            ),
         )
         engine.initialize()
         engines.append(engine)

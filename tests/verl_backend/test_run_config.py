@@ -164,6 +164,7 @@ def test_driver_adapts_the_rollout_of_a_quantised_folder(tiny: HFModelConfig, da
 
 # ------------------------------------------------------------------------------------------- refused in the driver
 
+LORA = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True"]
 REFUSED = {
     "unknown option": ([GROUP, f"+{ACTOR}.megatrain.checkpoint_intervall=2"], "did you mean checkpoint_interval"),
     "unknown option, stock": ([STOCK, f"+{ACTOR}.megatrain.dtypee=1"], "did you mean dtype"),
@@ -193,7 +194,13 @@ REFUSED = {
     "legacy trainer": ([GROUP, "trainer.use_v1=False"], "trainer.use_v1=True"),
     "separate rollout": ([GROUP, "trainer.v1.trainer_mode=separate_async"], "separate_async is not supported"),
     "weight transfer": ([GROUP, "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"], "backend=naive"),
-    "LoRA": ([GROUP, "actor_rollout_ref.model.lora_rank=8"], "LoRA is not supported"),
+    "LoRA unmerged": ([GROUP, "actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora.merge=True"),
+    "LoRA of Megatron": ([GROUP, "actor_rollout_ref.model.lora.rank=8"], "set model.lora_rank"),
+    "adapter to go on from": ([GROUP, "actor_rollout_ref.model.lora_adapter_path=x"], "lora_adapter_path is not supp"),
+    "LoRA on the output": (
+        [GROUP, *LORA, "actor_rollout_ref.model.target_modules=[lm_head]"],
+        "output matrix lm_head is not supported",
+    ),
     "sequence parallelism": ([STOCK, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"], "ulysses"),
     "greedy sampling": ([GROUP, "actor_rollout_ref.rollout.temperature=0"], "temperature must be positive"),
     "rows beyond the model": ([GROUP, "data.max_prompt_length=120"], "136 exceeds the model's max_position_embeddings"),
