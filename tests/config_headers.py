@@ -72,8 +72,14 @@ def figures(path: Path, config: DictConfig) -> dict:
         step = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n * length
         arguments += ["--rollout", "vllm", *(["--reference"] if actor.use_kl_loss else [])]
     arguments += ["--micro-batch-tokens", str(tokens), "--tokens-per-step", str(step), "--seq-len", str(length)]
+    arguments += ["--lora-rank", str(lora_rank(config))]
     arguments += ["--dtype", engine.dtype, "--checkpoint-interval", str(engine.checkpoint_interval)]
     return report(command_line().parse_args(arguments))
+
+
+def lora_rank(config: DictConfig) -> int:
+    """Of the adapters that a composed file trains; 0: all parameters are trained."""
+    return (config.model if "model" in config else config.actor_rollout_ref.model).lora_rank
 
 
 def host_gigabytes(result: dict) -> float:

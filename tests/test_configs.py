@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import RolloutConfig
 
+from megatrain_verl.config import LoraSettings
 from megatrain_verl.resources import HostPlan
 from megatrain_verl.sft import options
 from megatrain_verl.streaming.model_plan import ModelPlan, plan_model
@@ -39,8 +40,9 @@ def parameters(paths: list[Path]) -> list[Any]:
 
 
 @functools.cache
-def plan_of(folder: Path) -> ModelPlan:
-    return plan_model(AutoConfig.from_pretrained(folder))
+def plan_of(folder: Path, lora_rank: int) -> ModelPlan:
+    lora = LoraSettings(lora_rank) if lora_rank else None
+    return plan_model(AutoConfig.from_pretrained(folder), lora=lora)
 
 
 def check_header(path: Path, config: DictConfig, reference: bool) -> dict:
@@ -56,7 +58,7 @@ def check_header(path: Path, config: DictConfig, reference: bool) -> dict:
     assert stated == pytest.approx(needed, rel=0.1, abs=1.0), remedy
     assert result["fits"]["gpu"] and result["trained_by_this_version"]
     engine = config.engine if path.parent.name == "sft" else config.actor_rollout_ref.actor.megatrain
-    plan = plan_of(config_headers.model_folder(path))
+    plan = plan_of(config_headers.model_folder(path), config_headers.lora_rank(config))
     checked = HostPlan.of(plan, omega_conf_to_dataclass(engine).streaming_config(), trainable=True, reference=reference)
     assert result["host_bytes"]["total"] == pytest.approx(checked.total, rel=0.01)
     return result

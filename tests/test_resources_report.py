@@ -12,7 +12,7 @@ from transformers import GptOssConfig, Qwen2Config
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.model_sizes import ModelSizes
 from megatrain_verl.resources import HostPlan
-from megatrain_verl.resources_report import parse_size, read_sizes
+from megatrain_verl.resources_report import command_line, parse_size, read_sizes, report
 from megatrain_verl.streaming.device_plan import device_bytes
 from megatrain_verl.streaming.model_plan import plan_model
 from tests import oracle
@@ -102,6 +102,16 @@ def test_120b_on_one_80_gb_card(tmp_path: Path):
     assert result["fits"] == {"gpu": True, "host": None}
     assert result["host_bytes"]["total"] == pytest.approx(16 * 116_829_156_672, rel=0.01)
     assert any("vLLM awake: 234 GB of bfloat16 weights do not fit" in advice for advice in result["what_to_change"])
+
+
+def test_lora_takes_two_bytes_per_frozen_parameter_and_none_for_the_reference():
+    arguments = ["--model", "tests/data/configs/Qwen2.5-7B-Instruct", "--reference", "--lora-rank", "16"]
+    result = report(command_line().parse_args(arguments))
+    adapters = result["trained_parameters"]
+    assert adapters == 28 * 16 * (4 * 3584 + 2 * (3584 + 512) + 3 * (3584 + 18944))  # q and o; k and v; gate, up, down
+    host = result["host_bytes"]
+    assert host["weight"] == 2 * (7_615_616_512 + adapters) and "reference" not in host
+    assert host["total"] - host["staging"] == host["weight"] + 12 * adapters
 
 
 CONFIGS = os.environ.get("MODEL_CONFIGS")  # a folder of folders with a config.json each

@@ -93,6 +93,7 @@ def check_model(config: DictConfig, hf_config: PretrainedConfig) -> None:
         ValueError: names the option and the remedy.
     """
     engine = config.engine
+    registration.lora_settings(config.model)
     check_available(engine.attn_implementation, engine.dtype, config.trainer.device)
     limit, name = engine.max_seq_len, "engine.max_seq_len"
     if limit is None:

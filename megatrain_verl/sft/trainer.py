@@ -29,7 +29,7 @@ from megatrain_verl.sft.dataset import ChatDataset
 from megatrain_verl.sft.run_state import RunState
 from megatrain_verl.sft.samples import Sample, SampleWriter
 from megatrain_verl.verl_backend import ranks
-from megatrain_verl.verl_backend.checkpoint import HUGGINGFACE
+from megatrain_verl.verl_backend.checkpoint import ADAPTER, HUGGINGFACE
 from megatrain_verl.verl_backend.processors import image_processor
 from verl_patches import sft_reports
 
@@ -328,6 +328,10 @@ def train(config: DictConfig, command: str) -> None:
     if "file" in config.trainer.logger:
         print(f"metrics: {options.metrics_path(config)}")
     if "hf_model" in config.checkpoint.save_contents:
-        print(f"trained model (a MODEL_PATH for transformers, vLLM and RL): {trainer.last_checkpoint / HUGGINGFACE}")
+        folder, what = trainer.last_checkpoint, "trained model (a MODEL_PATH for transformers, vLLM and RL)"
+        if (folder / ADAPTER).is_dir():
+            print(f"trained adapter (for peft): {folder / ADAPTER}")
+        else:
+            print(f"{what}: {folder / HUGGINGFACE}")
     if trainer.stopped == stopping.SIGTERM:
         print(trainer.how_to_go_on())

@@ -61,7 +61,7 @@ class Adapters:
         for name, module in model.named_modules():
             if not isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
                 continue
-            if type(module) is not peft.tuners.lora.Linear:
+            if type(module) is not peft.tuners.lora.Linear or type(module.base_layer) is not nn.Linear:
                 raise ValueError(
                     f"target_modules={settings.target_modules} puts an adapter on {name or 'the model'}, which is no "
                     "linear layer (peft counts experts and routers of a mixture among them); name linear layers, such "

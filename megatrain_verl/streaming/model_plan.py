@@ -224,7 +224,7 @@ def plan_model(config: PretrainedConfig, freeze: Sequence[str] = (), lora: LoraS
     names = {id(parameter): name for name, parameter in model.named_parameters()} | names
     vision = vision_plan.plan_vision(model.model, names) if vision_plan.has_vision(config) else None
     names |= {id(buffer): name for name, buffer in model.named_buffers()}
-    _refuse_unplanned(model, decoder, vision)
+    _refuse_unplanned(model, decoder, vision, names)
 
     tied = model.get_output_embeddings().weight is decoder.embed_tokens.weight
     aliases = {"lm_head.weight": names[id(decoder.embed_tokens.weight)]} if tied else {}
@@ -313,12 +313,13 @@ def _plan_unit(unit: str, modules: list[tuple[str, nn.Module]], names: dict[int,
     return plan_unit(unit, parameters, names)
 
 
-def _refuse_unplanned(model: nn.Module, decoder: nn.Module, vision: VisionPlan | None) -> None:
+def _refuse_unplanned(model: nn.Module, decoder: nn.Module, vision: VisionPlan | None, names: dict[int, str]) -> None:
     """A model with parameters outside the planned parts would train without them: refuse it by their names."""
     planned = [decoder.embed_tokens, decoder.layers, decoder.norm, model.get_output_embeddings()]
     known = {id(parameter) for part in planned for parameter in part.parameters()}
     seen = {span.name for unit in ([] if vision is None else vision.units) for span in unit.spans}
-    unknown = [name for name, parameter in model.named_parameters() if id(parameter) not in known and name not in seen]
+    unknown = [names[id(parameter)] for parameter in model.parameters() if id(parameter) not in known]
+    unknown = [name for name in unknown if name not in seen]
     if unknown:
         raise ValueError(f"{type(model).__name__} has parameters the engine does not stream: {', '.join(unknown[:5])}")
     head = model.get_output_embeddings()

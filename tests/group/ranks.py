@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatrain_verl.config import AdamWConfig, StreamingConfig
+from megatrain_verl.config import AdamWConfig, LoraSettings, StreamingConfig
 from megatrain_verl.streaming.batch import TokenOutputs
 from megatrain_verl.streaming.engine import StreamingEngine
 from megatrain_verl.streaming.group import group as group_module
@@ -113,6 +113,7 @@ class Task:
     own_settings: dict[int, dict[str, object]] = field(default_factory=dict)
     keep_reference: bool = False
     device: str = "cpu"
+    lora: LoraSettings | None = None
 
 
 LENGTHS = [11, 5, 20, 9, 3, 14]
@@ -131,6 +132,7 @@ def engine(task: Task, group: Group = ALONE) -> StreamingEngine:
         device=task.device,
         keep_reference=task.keep_reference,
         group=group,
+        lora=task.lora,
     )
     made.load_weights(oracle.plain_model(config).state_dict().items())
     return made

@@ -7,6 +7,8 @@ import pytest
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
+from megatrain_verl.config import LoraSettings
+from megatrain_verl.streaming.adapters import DOWN, UP
 from tests import oracle
 from tests.group import ranks
 from tests.group.ranks import Task
@@ -42,6 +44,18 @@ def test_loss_norm_and_weights_equal_those_of_one_rank(task: Task) -> None:
         assert close(after_two_steps, alone["weights"][1]) and close(end, alone["weights"][2])
         assert not any(np.array_equal(start[name], after_two_steps[name]) for name in start)
         assert all(np.array_equal(end[name], together[0]["weights"][2][name]) for name in end)
+
+
+def test_lora_adapters_equal_those_of_one_rank() -> None:
+    task = Task(lora=LoraSettings(rank=4), keep_reference=True)
+    alone = ranks.train(ranks.ALONE, task)
+    together = [ended.result for ended in ranks.run(ranks.train, 2, task)]
+    assert np.allclose([norm for _, norm in together[1]["results"]], [norm for _, norm in alone["results"]], rtol=1e-6)
+    start, _, end = alone["weights"]
+    trained = [name for name in start if not np.array_equal(start[name], end[name])]
+    assert len(trained) == 3 * 7 * 2 and all(name.endswith((DOWN, UP)) for name in trained)
+    for rank in together:
+        assert close(rank["weights"][2], end) and "reference" not in rank["planned"]
 
 
 def test_two_runs_have_the_same_bits_and_arenas_are_there_once() -> None:

@@ -197,9 +197,10 @@ def test_adapters_that_cannot_be_trained_are_refused(settings: dict, freeze: lis
         LoraSettings(rank=0)
 
 
-def test_all_linear_of_a_mixture_is_refused() -> None:
+@pytest.mark.parametrize("name", ["Mixtral-8x7B", "Llama-4-Scout"])
+def test_all_linear_of_a_mixture_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="experts and routers .* name linear layers"):
-        plan_model(family_config("Mixtral-8x7B"), lora=LORA)
+        plan_model(family_config(name), lora=LORA)
 
 
 @pytest.mark.slow  # compiles for half a minute

@@ -14,6 +14,7 @@ import pandas
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.verl_backend.cases import save_tiny_model
@@ -67,7 +68,10 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("grpo")
+    return _make_inputs(tmp_path_factory.mktemp("grpo"))
+
+
+def _make_inputs(folder: Path) -> Path:
     save_tiny_model(folder / "model")
     rows = [
         {
@@ -170,6 +174,32 @@ def test_grpo_and_resume(folder: Path) -> None:
     assert sorted(steps) == [4]
     _check_steps(steps)
     assert steps[4]["actor/reward_kl_penalty"] > 1e-3  # the reference is MODEL_PATH, not what was resumed
+
+
+def test_grpo_of_lora_adapters(tmp_path: Path) -> None:
+    """vLLM gets merged weights, the reference is the model without adapters, and a checkpoint has the adapter alone."""
+    folder = _make_inputs(tmp_path)
+    model = "actor_rollout_ref.model"
+    steps, printed = train(
+        folder,
+        "verl.trainer.main_ppo",
+        3,
+        "model_engine=megatrain",
+        f"{ACTOR}.megatrain.dtype=float32",
+        f"{ACTOR}.use_kl_loss=True",
+        f"{model}.lora_rank=4",
+        f"{model}.target_modules=[q_proj,v_proj,down_proj]",
+        f"{model}.lora.merge=True",
+        f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        f"+{ACTOR}.checkpoint.save_lora_only=True",
+    )
+    assert "megatrain reference" not in printed and "  reference  " not in printed
+    assert sorted(steps) == [1, 2, 3]
+    _check_steps(steps)
+    assert steps[3]["actor/kl_loss"] > 1e-4
+    adapter = folder / "checkpoints" / "global_step_3" / "actor" / "lora_adapter"
+    moved = load_file(adapter / "adapter_model.safetensors")
+    assert len(moved) == 12 and all(weight.abs().max() > 1e-4 for weight in moved.values())
 
 
 def _check_steps(steps: dict[int, dict[str, Any]]) -> None:
