@@ -22,7 +22,8 @@ def _spec(system: str, workload: Workload = TINY) -> dict:
 
 def _sizes(layers: int, edge: int) -> ModelSizes:
     total = layers + 2 * edge
-    return ModelSizes(total, total, layers, (layers,), (edge, edge), edge, 1, 1, 0, 1, tied=False)
+    trained = {"trained_layer_sizes": (layers,), "trained_edge_sizes": (edge, edge)}
+    return ModelSizes(total, total, layers, (layers,), (edge, edge), edge, 1, 1, 0, 1, tied=False, **trained)
 
 
 def test_bound_is_the_larger_of_arithmetic_and_transfers() -> None:
