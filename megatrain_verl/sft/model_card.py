@@ -19,6 +19,7 @@ SETTINGS = {
     "packing": "data.packing",
     "learning rate": "optim.lr",
     "schedule": "optim.lr_scheduler_type",
+    "schedule's arguments": "optim.lr_scheduler_kwargs",
     "warm-up steps": "optim.lr_warmup_steps",
     "warm-up ratio": "optim.lr_warmup_steps_ratio",
     "weight decay": "optim.weight_decay",

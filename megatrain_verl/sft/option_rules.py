@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.utils.tracking import Tracking
 
 from megatrain_verl.sft import mixture
+from megatrain_verl.verl_backend import schedules
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ RULES = {
     "data.max_token_len_per_gpu": whole(1),
     "data.num_workers": whole(0),
     "optim.lr": number(0),
-    "optim.lr_scheduler_type": one_of("constant", "cosine"),
+    "optim.lr_scheduler_type": one_of(*schedules.OF_VERL, *schedules.OF_TRANSFORMERS),
+    "optim.lr_scheduler_kwargs": MAPPING.or_null(),
     "optim.lr_warmup_steps": whole(-1).or_null(),
     "optim.lr_warmup_steps_ratio": number(0, below=1),
     "optim.min_lr_ratio": number(0).or_null(),

@@ -1,16 +1,45 @@
-"""verl's optimizer options as the streaming engine's AdamW and a learning-rate schedule that equals verl's."""
+"""verl's optimizer options as the streaming engine's AdamW and a learning-rate schedule."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.config import FSDPOptimizerConfig, OptimizerConfig
 
 from megatrain_verl.config import AdamWConfig
+from megatrain_verl.verl_backend import schedules
 from megatrain_verl.verl_backend.options import unknown_option
 
 # What verl's group `optim: fsdp` has no field for; verl passes such options to torch.optim.AdamW as they are.
 OVERRIDES = ("betas", "decay_norms_and_biases", "eps", "weight_decay")
+
+
+@dataclass
+class MegaTrainOptimizerConfig(FSDPOptimizerConfig):
+    """verl's options of AdamW, with the schedules of `schedules.OF_TRANSFORMERS` as well.
+
+    Raises:
+        ValueError: no such schedule, or one that takes no min_lr_ratio.
+    """
+
+    # Arguments of a schedule of transformers, such as {power: 2, lr_end: 1e-7} of "polynomial".
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        known = (*schedules.OF_VERL, *schedules.OF_TRANSFORMERS)
+        if self.lr_scheduler_type not in known:
+            raise ValueError(
+                f"optim.lr_scheduler_type must be one of {', '.join(known)}, got {self.lr_scheduler_type!r}"
+            )
+        if self.lr_scheduler_type in schedules.OF_VERL:
+            super().__post_init__()  # knows no others
+            return
+        OptimizerConfig.__post_init__(self)
+        if self.min_lr_ratio:
+            raise ValueError(
+                f"optim.min_lr_ratio belongs to cosine; {self.lr_scheduler_type} takes its arguments from "
+                "optim.lr_scheduler_kwargs"
+            )
 
 
 def adamw_config(optim: OptimizerConfig) -> AdamWConfig:
@@ -35,14 +64,14 @@ def adamw_config(optim: OptimizerConfig) -> AdamWConfig:
 
 
 class LearningRate:
-    """The learning rate of the step to come, by the very scheduler functions of verl's FSDP engine.
+    """The learning rate of the step to come, by the scheduler functions of verl's FSDP engine or of transformers.
 
     The schedulers are torch's and want an optimizer; the one they get holds a single number and updates nothing.
     """
 
     def __init__(self, optim: FSDPOptimizerConfig) -> None:
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=optim.lr)
-        self._scheduler = _schedule(self._optimizer, optim)
+        self._scheduler = schedules.schedule(self._optimizer, optim)
 
     @property
     def value(self) -> float:
@@ -62,19 +91,3 @@ class LearningRate:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
         self._scheduler.load_state_dict(state)
-
-
-def _schedule(optimizer: torch.optim.Optimizer, optim: FSDPOptimizerConfig) -> torch.optim.lr_scheduler.LambdaLR:
-    warmup = optim.lr_warmup_steps
-    if warmup is None or warmup <= 0:
-        warmup = int(optim.lr_warmup_steps_ratio * optim.total_training_steps)
-    if optim.lr_scheduler_type == "constant":
-        return get_constant_schedule_with_warmup(optimizer, num_warmup_steps=warmup)
-    return get_cosine_schedule_with_warmup(
-        optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=optim.total_training_steps,
-        min_lr_ratio=optim.min_lr_ratio,
-        num_cycles=optim.num_cycles,
-        zero_indexed_step=optim.zero_indexed_step,
-    )

@@ -92,6 +92,7 @@ REFUSED = {
         "must be a multiple of data.micro_batch_size_per_gpu=5",
     ),
     "rows on several GPUs": (["trainer.devices=[0,1,2]"], "train_batch_size=32 must be a multiple of the 3 devices"),
+    "schedule": (["optim.lr_scheduler_type=linaer"], "must be one of constant, cosine, linear, .*, got 'linaer'"),
     "several hosts": (["trainer.nnodes=2"], "runs on the GPUs of one host"),
 }
 

@@ -202,3 +202,14 @@ def test_bad_data_ends_the_run_before_the_model_is_loaded(folder: Path, tmp_path
     assert run.status == 1
     assert re.search(r"ValueError: .*broken.json, row 2 \(line 2, column 17\): not JSON", run.printed)
     assert not list((tmp_path / "out").glob("global_step_*"))
+
+
+def test_schedule_longer_than_the_run_ends_it_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, server: RunServer
+) -> None:
+    copy_inputs(folder, tmp_path)
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        file.unlink()
+    schedule = ("optim.lr_scheduler_type=warmup_stable_decay", "optim.lr_scheduler_kwargs={num_decay_steps:11}")
+    run = server.train(tmp_path, *schedule)
+    assert run.status == 1 and "num_decay_steps=11 are not parts of 10 steps" in run.printed
