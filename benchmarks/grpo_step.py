@@ -4,6 +4,7 @@
 
 Needs no network: weights follow from the model's config, prompts and rewards from numbers. The run is that of
 configs/rl/qwen2_5_7b_grpo_80gb.yaml with the overrides that it prints. `--trainer fsdp` runs verl's own FSDP2 engine.
+With `--devices 0,1` there are two ranks, each with a vLLM of its own; `--devices 0` is what to compare them with.
 """
 
 import argparse
@@ -37,6 +38,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5, help="vLLM's share of the device")
     parser.add_argument("--enforce-eager", action="store_true", help="vLLM without CUDA graphs: a shorter start")
     parser.add_argument("--device", choices=("cuda", "cpu"), default=None, help="default: cuda if nvidia-smi is there")
+    parser.add_argument(
+        "--devices",
+        type=lambda text: text.split(","),
+        help="as in CUDA_VISIBLE_DEVICES: a rank with a vLLM of its own on each (on CPU, as many ranks); default: one",
+    )
     parser.add_argument("--folder", type=Path, default=Path("/tmp/grpo_step"), help="weights, prompts, logs, metrics")
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds after which the run is ended")
     parser.add_argument("--json", type=Path, help="write the figures there")
@@ -44,25 +50,32 @@ def parse() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def train(work: Workload, folder: Path, settings: list[str], limit: float) -> tuple[list[tuple[float, int]], float]:
+def train(
+    work: Workload, folder: Path, settings: list[str], devices: list[str] | None, limit: float
+) -> tuple[list[tuple[float, int]], float]:
     """Run the steps; returns the samples of device memory and the time of the start."""
     for name in ("metrics.jsonl", "trace.jsonl", "gpu_memory.csv"):
         (folder / name).unlink(missing_ok=True)
     prompts = str(folder / "prompts.parquet")
     environment = {"MODEL_PATH": str(folder / "model"), "TRAIN_FILE": prompts, "TEST_FILE": prompts}
     environment |= {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}
+    environment |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
     arguments = ["--config-dir", str(training.ROOT / "configs/rl"), "--config-name", CONFIG, *settings]
     start = time.time()
-    with GpuMemorySampler(folder / "gpu_memory.csv") as sampler:
+    with GpuMemorySampler(folder / "gpu_memory.csv", devices) as sampler:
         training.run("megatrain_verl.main_ppo", arguments, environment, work.hardware, folder / "train.log", limit)
     return sampler.samples(), start
 
 
 def main() -> None:
     args = parse()
+    hardware = training.hardware(args.device)
+    if args.devices is not None:
+        training.check_devices(args.devices, hardware)
     work = Workload(
-        **{name: getattr(args, name) for name in Workload.__dataclass_fields__ if name != "hardware"},
-        hardware=training.hardware(args.device),
+        **{name: getattr(args, name) for name in Workload.__dataclass_fields__ if name not in ("hardware", "ranks")},
+        hardware=hardware,
+        ranks=len(args.devices or [""]),
     )
     folder = args.folder.resolve()
     made = time.perf_counter()
@@ -72,7 +85,7 @@ def main() -> None:
     subprocess.run(inputs, check=True)
     settings = [*overrides(work, folder), *args.overrides]
     print(f"inputs made in {time.perf_counter() - made:.0f} s; overrides: {shlex.join(settings)}", flush=True)
-    samples, start = train(work, folder, settings, args.time_limit)
+    samples, start = train(work, folder, settings, args.devices, args.time_limit)
     result = report.summarize(work, folder, samples, start) | {"model": args.model, "overrides": settings}
     print(report.table(result))
     if args.json:

@@ -6,6 +6,7 @@ import pytest
 from ceilings import Bound, Ceilings
 from processes import ANY_DEVICE, run_system
 from report import finish, table
+from several_gpus import MEMORY, predict
 from timeline import device_spans
 from workload import Workload
 
@@ -43,6 +44,16 @@ def test_a_row_counts_tokens_and_operations() -> None:
     assert row["tflops"] == pytest.approx(6 * sizes.num_parameters * 256 / 1e12)
     assert row["tflops_without_embedding"] == pytest.approx(6 * (sizes.num_parameters - 512 * 64) * 256 / 1e12)
     assert row["host_bytes_per_parameter"] == 14
+
+
+def test_several_gpus_are_limited_by_what_they_share() -> None:
+    sizes = _sizes(6_000_000_000, 500_000_000)
+    plenty = predict(sizes, 800_000, 4, 4 * MEMORY)
+    assert plenty.speedup == pytest.approx(4) and plenty.saturated is None
+    scarce = predict(sizes, 8_000, 8, MEMORY)  # hardly any arithmetic: weights in 8 ranks, AdamW at the rate of one
+    reads, both = 14e9 * 8 / MEMORY, 14e9 * 9 / MEMORY
+    assert scarce.seconds == pytest.approx(max(reads, 7e9 * 26 / MEMORY) + both)
+    assert scarce.saturated == "transfers" and scarce.speedup < 1
 
 
 def test_streams_are_named_by_what_they_carry() -> None:

@@ -1,5 +1,6 @@
 """The GRPO benchmark: its inputs, its arithmetic, and the benchmark itself with real vLLM."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,8 +11,8 @@ import grpo_timeline
 import pandas as pd
 import pytest
 import torch
-from grpo import gpu_memory, inputs, report
-from grpo.options import Workload
+from grpo import gpu_memory, inputs, report, training
+from grpo.options import Workload, overrides
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,11 +101,22 @@ def test_verls_phases_are_drawn_around_the_engines() -> None:
         grpo_timeline.engine_spans(trace, 2)
 
 
+def test_devices_are_checked_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match="names 1 more than once"):
+        training.check_devices(["1", "0", "1"], "cpu")
+    with pytest.raises(ValueError, match=r"4 sequences .* among 3 devices"):
+        dataclasses.replace(WORK, ranks=3)
+    settings = overrides(dataclasses.replace(WORK, ranks=2), Path("run"))
+    assert "trainer.n_gpus_per_node=2" in settings and "ray_kwargs.ray_init.num_gpus=2" in settings
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_the_benchmark_runs_verls_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", ["0", "0,1"])
+def test_the_benchmark_runs_verls_trainer(tmp_path: Path, devices: str) -> None:
     command = [sys.executable, "benchmarks/grpo_step.py", "--model", "tiny", "--device", "cpu", "--kl-reference"]
+    command += ["--devices", devices]
     command += ["--prompts", "2", "--n", "2", "--prompt-len", "48", "--response-len", "16", "--steps", "2"]
     command += ["--folder", str(tmp_path / "run"), "--json", str(tmp_path / "result.json"), "--time-limit", "800"]
     command += ["actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16"]

@@ -1,4 +1,7 @@
-"""Memory in use on the whole device, sampled while a run goes: trainer, vLLM and CUDA contexts together."""
+"""Memory in use on the whole device, sampled while a run goes: trainer, vLLM and CUDA contexts together.
+
+Of several devices each gives samples of its own, so a peak is that of the fullest one.
+"""
 
 import datetime
 import os
@@ -12,18 +15,22 @@ INTERVAL_MS = 100
 
 
 class GpuMemorySampler:
-    """Runs nvidia-smi beside the block of a `with`; without it there are no samples."""
+    """Runs nvidia-smi beside the block of a `with`; without it there are no samples.
 
-    def __init__(self, file: Path) -> None:
+    `devices`: as in CUDA_VISIBLE_DEVICES; None is the first.
+    """
+
+    def __init__(self, file: Path, devices: list[str] | None) -> None:
         self._file = file
+        self._devices = devices or os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[:1]
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "GpuMemorySampler":
         if shutil.which("nvidia-smi"):
             query = ["nvidia-smi", "--query-gpu=timestamp,memory.used", "--format=csv,noheader,nounits"]
-            gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
             with self._file.open("w") as output:
-                self._process = subprocess.Popen([*query, f"--id={gpu}", f"--loop-ms={INTERVAL_MS}"], stdout=output)
+                where = [f"--id={','.join(self._devices)}", f"--loop-ms={INTERVAL_MS}"]
+                self._process = subprocess.Popen([*query, *where], stdout=output)
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:

@@ -18,6 +18,10 @@ class Workload:
         micro_batch_tokens: at most that many tokens per micro-batch.
         gpu_memory_utilization: the share of the device that vLLM takes.
         enforce_eager: vLLM without CUDA graphs: it starts faster and generates more slowly.
+        ranks: each with a device and a vLLM of its own; they share the sequences.
+
+    Raises:
+        ValueError: the sequences cannot be divided among the ranks.
     """
 
     prompts: int
@@ -32,6 +36,11 @@ class Workload:
     enforce_eager: bool
     trainer: str
     hardware: str
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sequences % self.ranks:
+            raise ValueError(f"{self.sequences} sequences (prompts x n) cannot be divided among {self.ranks} devices")
 
     @property
     def sequences(self) -> int:
@@ -71,6 +80,8 @@ def overrides(work: Workload, folder: Path) -> list[str]:
         "reward.num_workers=1",
         f"reward.custom_reward_function.path={REWARD}",
         "reward.custom_reward_function.name=hashed",
+        f"trainer.n_gpus_per_node={work.ranks}",
+        *([f"ray_kwargs.ray_init.num_gpus={work.ranks}"] if work.hardware == "cpu" else []),
         f"trainer.total_training_steps={work.total_steps}",
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",

@@ -70,8 +70,9 @@ def table(result: dict[str, Any]) -> str:
     """What a reader wants to see of `summarize`'s result."""
     work = result["workload"]
     lines = [
-        f"{result['model']}, {work['trainer']}: {work['prompts']} prompts x {work['n']}, {work['prompt_len']} + "
-        f"{work['response_len']} tokens, median of {work['steps']} steps after {work['warm_up']}",
+        f"{result['model']}, {work['trainer']} x {work['ranks']}: {work['prompts']} prompts x {work['n']}, "
+        f"{work['prompt_len']} + {work['response_len']} tokens, "
+        f"median of {work['steps']} steps after {work['warm_up']}",
         "  ".join(f"{name} {value:.2f}" for name, value in result["seconds"].items()) + " s",
         f"{result['tokens_per_s']:,.0f} tokens/s, {result['generated_tokens_per_s']:,.0f} generated tokens/s, "
         f"rollout_probs_diff_max {result['rollout_probs_diff_max']}, lengths {result['response_lengths']}",

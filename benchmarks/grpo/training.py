@@ -18,6 +18,23 @@ def hardware(device: str | None) -> str:
     return "gpu" if device == "cuda" else "cpu"
 
 
+def check_devices(devices: list[str], machine: str) -> None:
+    """Refuse a device that is named twice or, on a machine "gpu", is not among nvidia-smi's.
+
+    Raises:
+        ValueError: names it.
+    """
+    if repeated := sorted({device for device in devices if devices.count(device) > 1}):
+        raise ValueError(f"--devices names {', '.join(repeated)} more than once; a rank needs a device of its own")
+    if machine == "cpu":
+        return
+    query = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+    listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout.replace("\n", ",").split(",")
+    there = [name.strip() for name in listed if name.strip()]
+    if unknown := [device for device in devices if device not in there]:
+        raise ValueError(f"--devices names {', '.join(unknown)}; nvidia-smi lists {', '.join(there)}")
+
+
 def run(module: str, arguments: list[str], environment: dict[str, str], machine: str, log: Path, limit: float) -> None:
     """Run `python -m module arguments` in the environment for `machine` ("gpu" or "cpu"); all it prints goes to `log`.
 

@@ -27,11 +27,14 @@ MAX_CHUNK = 4 << 20
 
 
 class ChunkedAdamW:
-    """Runs a float32 kernel over chunks of a unit. The result does not depend on the size of the chunks."""
+    """Runs a float32 kernel over chunks of a unit. The result does not depend on the size of the chunks.
+
+    `pieces`: chunks updated so far.
+    """
 
     def __init__(self, kernel: "TorchKernel | DeepSpeedKernel", threads: int) -> None:
         self.name = kernel.name
-        self._kernel, self._threads = kernel, threads
+        self._kernel, self._threads, self.pieces = kernel, threads, 0
         self._chunk = chunk_size(threads)
         self._master, self._grad = torch.empty(2, self._chunk, dtype=torch.float32)
 
@@ -49,6 +52,7 @@ class ChunkedAdamW:
                 for target, source in zip(into.trained(), unit.trained(), strict=True):
                     target[part].copy_(source[part])
             self._update_chunk(into, unit.grad[part], part, step, weight_decay)
+            self.pieces += 1
 
     def close(self) -> None:
         """Release the kernel's own state."""

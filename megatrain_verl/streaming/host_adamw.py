@@ -70,6 +70,10 @@ class HostAdamW:
         for first, last, decayed in decay_runs(unit.plan, everything=step.decay_norms_and_biases, start=start, end=end):
             self._kernel.update(unit, into or unit, first, last, step, step.weight_decay if decayed else 0.0)
 
+    def finished(self) -> int:
+        """How many pieces of units have been updated."""
+        return self._kernel.pieces
+
     def close(self) -> None:
         """Release the kernel's own state."""
         self._kernel.close()

@@ -28,6 +28,7 @@ SOURCE = Path(__file__).parent / "native" / "adamw.c"
 FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
 LEVELS = ("plain", "AVX2", "AVX-512")
 LINE = 64  # elements; slices of different threads share no cache line in any arena
+PIECE = 16 << 20  # elements of a slice at most: some 0.1 s of one core, after which others see that the update goes on
 
 
 class Settings(ctypes.Structure):
@@ -82,7 +83,9 @@ class Arenas(ctypes.Structure):
 
 
 class NativeAdamW:
-    """Calls the compiled update on slices of a unit, one per thread.
+    """Calls the compiled update on slices of a unit, as many for each thread.
+
+    `pieces`: slices updated so far.
 
     Args:
         threads: of the pool.
@@ -97,7 +100,7 @@ class NativeAdamW:
     def __init__(self, threads: int, level: int | None = None) -> None:
         self._library = _load()
         self.level = self._library.adamw_best_level() if level is None else level
-        self._threads = threads
+        self._threads, self.pieces = threads, 0
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="native AdamW")
 
     def start_thread(self) -> None:
@@ -112,10 +115,12 @@ class NativeAdamW:
     def update_slices(self, unit: UnitState, into: UnitState, start: int, end: int, settings: Settings) -> None:
         """The same with the numbers of the update given."""
         lines = -(-(end - start) // LINE)
-        share = -(-lines // self._threads) * LINE
+        rounds = -(-(end - start) // (self._threads * PIECE))
+        share = -(-lines // (self._threads * rounds)) * LINE
         slices = [(first, min(first + share, end)) for first in range(start, end, share)]
         for done in [self._pool.submit(self._update_slice, unit, into, *part, settings) for part in slices]:
             done.result()
+            self.pieces += 1
 
     def close(self) -> None:
         """End the threads."""

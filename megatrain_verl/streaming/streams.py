@@ -50,6 +50,9 @@ class WorkQueue(Protocol):
     def wait(self, event: Event, reason: str) -> None:
         """What is appended from now on starts after `event`. `reason` names the hazard."""
 
+    def finished(self) -> int:
+        """How many pieces of its work are done, since the first call at the latest. One thread calls it."""
+
 
 class Streams:
     """All queues. `host_wait` is the only way in which the engine's main thread waits for one of them."""
@@ -64,6 +67,10 @@ class Streams:
     def host_wait(self, event: Event, reason: str) -> None:
         """Block the main thread until `event`. `reason` names what must be ready."""
         event.synchronize()
+
+    def finished(self) -> int:
+        """How many pieces of work the queues have done: grows as long as any of them goes on."""
+        return 0
 
     def abandon(self) -> None:
         """After a failed pass: nothing that it appended to the device's queues runs any more when this returns."""
@@ -94,16 +101,41 @@ class InlineQueue:
     def wait(self, event: Event, reason: str) -> None:
         event.synchronize()
 
+    def finished(self) -> int:
+        return 0  # its work takes the time of the thread that appends it
+
+
+class Marks:
+    """Marks of a queue in the order of its work; `count` those that have been reached."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Event] = deque()
+        self._reached = 0
+
+    def add(self, event: Event) -> None:
+        """The mark behind the newest piece of work."""
+        self._waiting.append(event)
+
+    def count(self) -> int:
+        """How many have been reached. Another thread may add meanwhile."""
+        while self._waiting and self._waiting[0].query():
+            self._waiting.popleft()
+            self._reached += 1
+        return self._reached
+
 
 class CudaQueue:
     """A CUDA stream. Work is launched where it is appended and runs on the device in order."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
+        self._marks: Marks | None = None  # behind every piece, once somebody asks
 
     def run(self, work: Callable[[], None]) -> None:
         with torch.cuda.stream(self.stream):
             work()
+        if self._marks is not None:
+            self._marks.add(self.stream.record_event())
 
     def record(self) -> Event:
         return self.stream.record_event()
@@ -113,6 +145,11 @@ class CudaQueue:
             self.stream.wait_event(event)
         else:
             event.synchronize()
+
+    def finished(self) -> int:
+        self._marks = self._marks or Marks()
+        with torch.cuda.device(self.stream.device):  # a new thread's is the first one, and would get a context
+            return self._marks.count()
 
 
 class ThreadEvent:
@@ -140,6 +177,7 @@ class ThreadQueue:
         self.spans: deque[tuple[float, float]] = deque(maxlen=4096)
         self._queue: queue.SimpleQueue[Callable[[], None] | ThreadEvent | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._finished = 0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -159,6 +197,9 @@ class ThreadQueue:
     def wait(self, event: Event, reason: str) -> None:
         self._queue.put(event.synchronize)
 
+    def finished(self) -> int:
+        return self._finished
+
     def raise_error(self) -> None:
         if self._error is not None:
             raise RuntimeError(f"{self._thread.name} thread failed: {self._error}") from self._error
@@ -174,6 +215,7 @@ class ThreadQueue:
             elif self._error is None:
                 try:
                     item()
+                    self._finished += 1
                 except BaseException as error:  # kept for whoever waits next
                     self._error = error
 
@@ -204,6 +246,10 @@ class DeviceStreams(Streams):
         start = time.perf_counter()
         self._wait(event, reason)
         self.waited[reason] += time.perf_counter() - start
+
+    def finished(self) -> int:
+        queues = (self.weight, self.compute, self.grad, self.adder, self.optimizer, *self.lanes)
+        return sum(each.finished() for each in queues)
 
     def abandon(self) -> None:
         for queue_of_device in (self.weight, self.compute, self.grad, self.adder):

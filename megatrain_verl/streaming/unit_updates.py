@@ -37,6 +37,8 @@ class UnitUpdates:
         self._started = 0
         self._updated: dict[str, Event] = {}  # unit -> mark behind the host's part of its last update
         self._speculation = Speculation()
+        for finished in (adamw.finished, streams.finished):
+            group.follow(finished)
 
     def guess(self, lr: float | None, step: int) -> None:
         """From now on units may be updated ahead for the step of this number with `lr`; None drops what was."""

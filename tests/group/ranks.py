@@ -9,6 +9,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from megatrain_verl.streaming.batch import TokenOutputs
 from megatrain_verl.streaming.engine import StreamingEngine
 from megatrain_verl.streaming.group import group as group_module
 from megatrain_verl.streaming.group.group import ALONE, Group, HostGroup
+from megatrain_verl.streaming.streams import ThreadQueue
 from tests import oracle
 
 # Forked from a process that has imported everything and runs no threads.
@@ -177,12 +179,16 @@ def train(group: Group, task: Task, steps: int = STEPS) -> dict[str, object]:
 
 
 def train_until(group: Group, task: Task, what: str, victim: int) -> None:
-    """Train; `victim` comes to a bad end in the second step."""
+    """Train; `victim` comes to a bad end in the second step: in `where`, or in its loss."""
     made = engine(task, group)
     train_step(made, 0, 1, task.shares[group.rank])
+    what, _, where = what.partition(" in ")
+    if where and group.rank == victim:
+        owner, name = PLACES[where](made)
+        setattr(owner, name, lambda *arguments, **keywords: _end_badly(what))
 
     def loss_fn(m: int, scores: TokenOutputs) -> Tensor:
-        if group.rank == victim:
+        if group.rank == victim and not where:
             _end_badly(what)
         return scores.log_probs.sum()
 
@@ -192,14 +198,23 @@ def train_until(group: Group, task: Task, what: str, victim: int) -> None:
     made.zero_grad()
     made.forward_backward([oracle.pack(rows)], loss_fn)
     made.optimizer_step()
+    made.forward([oracle.pack(rows)])
+
+
+# Where a rank can be made to end badly: an object, and its method that does so.
+PLACES: dict[str, Callable[[StreamingEngine], tuple[object, str]]] = {
+    "forward": lambda made: (made._functions, "layer"),
+    "exchange": lambda made: (made._gradients._exchange._mailboxes, "put"),
+    "AdamW": lambda made: (made._updates._adamw._kernel._kernel, "update"),
+}
 
 
 def _end_badly(what: str) -> None:
     if what == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif what == "asleep":
+    elif what in ("stopped", "asleep"):
+        if what == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)  # this thread may run on for a moment
         time.sleep(1000)
     raise ZeroDivisionError("a loss that cannot be computed")
 
@@ -226,8 +241,8 @@ def _reference_scores(made: StreamingEngine) -> list[float]:
     return scores.log_probs.tolist()
 
 
-def wait_for_updates(group: HostGroup, end: str, message: str, pause: float, longest: float) -> float:
-    """Rank 1 stands still for `pause` seconds, updates its part of one unit, and leaves or hangs.
+def wait_for_updates(group: HostGroup, end: str, message: str, pieces: int, longest: float) -> float:
+    """Rank 1 updates its part of one unit in pieces of 0.5 s, while its training thread sleeps, and leaves or hangs.
 
     Rank 0 waits for that unit and for a second one.
 
@@ -235,13 +250,18 @@ def wait_for_updates(group: HostGroup, end: str, message: str, pause: float, lon
         For how many seconds rank 0 has waited for the first unit.
     """
     group_module.LONGEST_WAIT = longest
+    slow = ThreadQueue("slow updates")
+    group.follow(slow.finished)
     group.gather([], "the test")
     start = time.monotonic()
     if group.rank == 1:
-        time.sleep(pause)
-        group.updated()
-        if end == "hangs":
+        _append(slow, [0.5] * pieces)
+        slow.run(group.updated)
+        if end == "goes on":
+            _append(slow, [0.5] * LIMIT)
+        if end != "leaves":
             time.sleep(LIMIT)
+        slow.close()
         group.close()
         return 0.0
     group.wait_updated(1, "the first unit")
@@ -249,6 +269,28 @@ def wait_for_updates(group: HostGroup, end: str, message: str, pause: float, lon
     with pytest.raises(group_module.RankFailed, match=message):
         group.wait_updated(2, "the second unit")
     return waited
+
+
+def wait_for_device(group: HostGroup, pieces: int, last: float) -> float:
+    """Rank 1 waits for its own queue: `pieces` of 0.5 s, and one of `last` seconds. Rank 0 waits for rank 1.
+
+    Returns:
+        For how many seconds the rank has waited.
+    """
+    device = ThreadQueue("device")
+    group.follow(device.finished)
+    group.gather([], "the test")
+    start = time.monotonic()
+    if group.rank == 1:
+        _append(device, [0.5] * pieces + [last])
+        group.wait_for(device.record(), "outputs computed")
+    group.gather([], "the next step")
+    return time.monotonic() - start
+
+
+def _append(queue: ThreadQueue, seconds: list[float]) -> None:
+    for each in seconds:
+        queue.run(partial(time.sleep, each))
 
 
 def exported_names(group: Group, config: PretrainedConfig, folder: str) -> list[str]:

@@ -17,6 +17,11 @@ WHAT = {
     "stopped": "its process has not run for 3 s",
     "asleep": "it stands still for",
     "error": "ZeroDivisionError: a loss that cannot be computed",
+    "asleep in AdamW": "it stands still for",
+    "asleep in exchange": "it stands still for",
+    "asleep in forward": "it stands still for",
+    "stopped in AdamW": "its process has not run for 3 s",
+    "stopped in exchange": "its process has not run for 3 s",
     "refused": "outside the vocabulary",
 }
 
@@ -33,7 +38,21 @@ def processes_that_map(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("what", "victim"), [("killed", 0), ("killed", 1), ("stopped", 1), ("asleep", 0), ("error", 1), ("refused", 2)]
+    ("what", "victim"),
+    [
+        ("killed", 0),
+        ("killed", 1),
+        ("stopped", 1),
+        ("asleep", 0),
+        ("error", 1),
+        ("refused", 2),
+        ("asleep in AdamW", 1),
+        pytest.param("asleep in AdamW", 0, marks=pytest.mark.slow),
+        pytest.param("asleep in exchange", 1, marks=pytest.mark.slow),
+        pytest.param("asleep in forward", 1, marks=pytest.mark.slow),
+        pytest.param("stopped in AdamW", 1, marks=pytest.mark.slow),
+        pytest.param("stopped in exchange", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_bad_end_is_named_by_all_others_and_the_next_run_starts_at_once(what: str, victim: int) -> None:
     name = uuid.uuid4().hex
@@ -48,20 +67,33 @@ def test_a_bad_end_is_named_by_all_others_and_the_next_run_starts_at_once(what: 
 
 
 @pytest.mark.parametrize(
-    ("end", "message", "pause", "longest"),
-    [("leaves", "it has ended, and rank 0 waits for", 6.0, 3600.0), ("hangs", "rank 0 has waited . s for", 0.0, 4.0)],
+    ("end", "message", "pieces", "longest"),
+    [
+        ("leaves", "it has ended, and rank 0 waits for", 12, 3600.0),
+        ("hangs", "it stands still for . s, and rank 0 waits for the second", 0, 3600.0),
+        ("goes on", "rank 0 has waited . s for", 0, 5.0),
+    ],
 )
-def test_a_missing_update_is_waited_for_while_its_rank_may_still_do_it(
-    end: str, message: str, pause: float, longest: float
+def test_a_missing_update_is_waited_for_while_its_rank_goes_on(
+    end: str, message: str, pieces: int, longest: float
 ) -> None:
-    waiting, _ = ranks.run(ranks.wait_for_updates, 2, end, message, pause, longest, victim=1, patience=3.0)
+    waiting, _ = ranks.run(ranks.wait_for_updates, 2, end, message, pieces, longest, victim=1, patience=3.0)
     assert waiting.error is None, waiting
-    assert waiting.result > pause - 2  # longer than the patience with a thread that stands still
+    assert waiting.result > pieces * 0.5 - 1  # longer than the patience with a training thread that stands still
+
+
+def test_a_rank_that_waits_for_its_device_is_waited_for_while_that_goes_on() -> None:
+    slow = ranks.run(ranks.wait_for_device, 2, 12, 0.0, patience=3.0)
+    assert [rank.error for rank in slow] == [None, None] and min(rank.result for rank in slow) > 5
+    hung = ranks.run(ranks.wait_for_device, 2, 0, 100.0, victim=1, patience=3.0)
+    assert hung[0].error.startswith("RankFailed: rank 1 (process ") and "it stands still for" in hung[0].error
+    assert hung[0].seconds < 10
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_within_half_a_minute() -> None:
-    ended = ranks.run(ranks.train_until, 2, Task(), "asleep", 1, victim=1)
+@pytest.mark.parametrize("where", ["forward", "exchange", "AdamW"])
+def test_a_rank_that_hangs_is_named_within_half_a_minute(where: str) -> None:
+    ended = ranks.run(ranks.train_until, 2, Task(), f"asleep in {where}", 1, victim=1)
     assert "rank 1" in ended[0].error and "stands still" in ended[0].error
     assert ended[0].seconds < 30  # since it joined the group
 

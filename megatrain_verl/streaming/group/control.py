@@ -25,10 +25,11 @@ class Counter(IntEnum):
     READ = 2  # rounds whose parts it has taken out of its own mailbox
     UPDATED = 3  # units whose part it has updated
     BEATS = 4  # grows while the process runs
-    ACTIVITY = 5  # grows while the thread that trains works or waits for others
-    LEFT = 6  # 1 when it has closed the group
-    FAILED_AT = 7  # time in ns at which it found a failure; 0: none
-    PID = 8
+    ACTIVITY = 5  # grows while the thread that trains works, or waits for what goes on
+    FINISHED = 6  # pieces of work that its queues have done: of AdamW, of the device
+    LEFT = 7  # 1 when it has closed the group
+    FAILED_AT = 8  # time in ns at which it found a failure; 0: none
+    PID = 9
 
 
 class ControlPage:

@@ -15,7 +15,7 @@ from megatrain_verl.streaming.host_memory import SharedFile
 from megatrain_verl.streaming.streams import Event
 
 PATIENCE = 20.0  # seconds that a rank may stand still while others wait for it
-LONGEST_WAIT = 3600.0  # seconds for a rank that works but does not come
+LONGEST_WAIT = 3600.0  # seconds for a rank that goes on but does not come
 HELLO = struct.Struct("<qq")  # rank, size
 ALIGNMENT = 128  # elements: parts of different ranks share no cache line in any arena
 
@@ -55,6 +55,9 @@ class Group:
 
     def wait_updated(self, count: int, purpose: str) -> None:
         """Block until every rank has updated its part of `count` units since the start."""
+
+    def follow(self, finished: Callable[[], int]) -> None:
+        """`finished` counts pieces of work that queues of this process have done; called by a thread of the group."""
 
     def long_work(self) -> AbstractContextManager[None]:
         """Inside, this rank may stand still for long."""
@@ -161,7 +164,10 @@ class HostGroup(Group):
     def wait_updated(self, count: int, purpose: str) -> None:
         # Another thread of the other ranks updates: their training thread may well stand still meanwhile.
         missing = partial(self._below, Counter.UPDATED, count)
-        self.wait(lambda: not missing(), missing, purpose, by_training_thread=False)
+        self.wait(lambda: not missing(), missing, purpose, sign=Counter.FINISHED)
+
+    def follow(self, finished: Callable[[], int]) -> None:
+        self._liveness.finished.append(finished)
 
     def wait(
         self,
@@ -169,29 +175,34 @@ class HostGroup(Group):
         late: Callable[[], list[int]],
         purpose: str,
         *,
-        by_training_thread: bool = True,
+        sign: Counter = Counter.ACTIVITY,
     ) -> None:
-        """Block until `done`; `late` are the ranks that this one waits for: for their training thread, or another.
+        """Block until `done`; `late` are the ranks that this one waits for, and `sign` grows while they go on.
+
+        Where no rank is late, this one waits for work of its own, which the others watch.
 
         Raises:
             RankFailed: a rank has died or had an error, or a late one stands still, has left, or takes `LONGEST_WAIT`.
         """
         start, pause = time.monotonic(), 20e-6
-        with self.long_work():
+        with self._excused(lambda: bool(late())):
             while not done():
                 self.check()
                 waited = time.monotonic() - start
                 if waited > self._patience:
-                    self._judge(late(), waited, purpose, by_training_thread)
+                    self._judge(late(), waited, purpose, sign)
                 time.sleep(pause)
                 pause = min(2 * pause, 250e-6)
         self.check()
 
+    def long_work(self) -> AbstractContextManager[None]:
+        """Inside, this rank may stand still for longer than `PATIENCE`: it waits for a file."""
+        return self._excused(lambda: True)
+
     @contextmanager
-    def long_work(self) -> Iterator[None]:
-        """Inside, this rank may stand still for longer than `PATIENCE`: it waits for others, or for a file."""
+    def _excused(self, whether: Callable[[], bool]) -> Iterator[None]:
         self._liveness.trains_here()
-        before, self._liveness.excused = self._liveness.excused, True
+        before, self._liveness.excused = self._liveness.excused, whether
         try:
             yield
         finally:
@@ -233,12 +244,12 @@ class HostGroup(Group):
         sent = self.control.of_all(Counter.SENT)
         return [rank for rank in self._others if sent[rank] < sent[self.rank]]
 
-    def _judge(self, late: list[int], waited: float, purpose: str, by_training_thread: bool) -> None:
+    def _judge(self, late: list[int], waited: float, purpose: str, sign: Counter) -> None:
         for rank in late:
-            idle = self._liveness.idle_seconds(rank)
+            idle = self._liveness.unchanged_seconds(sign, rank)
             if self.control.get(Counter.LEFT, rank):
                 self.control.fail(rank, f"it has ended, and rank {self.rank} waits for {purpose}")
-            elif by_training_thread and idle > self._patience:
+            elif idle > self._patience:
                 self.control.fail(rank, f"it stands still for {idle:.0f} s, and rank {self.rank} waits for {purpose}")
             elif waited > LONGEST_WAIT:
                 self.control.fail(rank, f"rank {self.rank} has waited {waited:.0f} s for {purpose}")

@@ -1,13 +1,19 @@
 """A thread in every rank that shows the others that it lives, and finds out when one of them does not.
 
-A process that ends closes its sockets, which is noticed at once. One that is stopped no longer counts its beats. One
-whose training thread stands still (a deadlock, an endless wait) still beats, but that thread takes no processor time;
-it matters only when others wait for it.
+A process that ends closes its sockets, which is noticed at once. One that is stopped no longer counts its beats. The
+others still beat, but what others wait for may stand still in them, and matters only then:
+
+- the training thread. It goes on while it takes processor time, or the process finishes a piece of work. Where it waits
+  for other ranks it is excused; where it waits for work of its own process (AdamW, the device), that work must go on.
+- AdamW, in a thread of its own, while the training thread may have nothing to do: a piece must be finished.
+
+A piece is small, a part of a unit's update or a layer with one micro-batch: however slow a rank is, it finishes some.
 """
 
 import select
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from megatrain_verl.streaming.group.control import ControlPage, Counter
@@ -31,9 +37,12 @@ class Liveness:
         self._control, self._sockets, self._patience, self._rank = control, sockets, patience, rank
         self._others = [other for other in range(size) if other != rank]
         # Time in ticks of this thread: pauses of the whole machine do not count.
-        watched = [(counter, other) for counter in (Counter.BEATS, Counter.ACTIVITY) for other in self._others]
+        counters = (Counter.BEATS, Counter.ACTIVITY, Counter.FINISHED)
+        watched = [(counter, other) for counter in counters for other in self._others]
         self._unchanged = {key: [0, 0] for key in watched}  # count when last seen, ticks since it changed
-        self.excused = False  # the training thread may stand still
+        self.finished: list[Callable[[], int]] = []  # each counts finished pieces of work
+        # Set while the training thread waits or works on files: whether it may stand still at present.
+        self.excused: Callable[[], bool] | None = None
         self._training_thread = threading.get_native_id()
         self._processor_time = ""
         self._stop = threading.Event()
@@ -44,9 +53,9 @@ class Liveness:
         """The calling thread is the one that trains."""
         self._training_thread = threading.get_native_id()
 
-    def idle_seconds(self, rank: int) -> float:
-        """For how long the training thread of `rank` has done nothing."""
-        return self._unchanged[Counter.ACTIVITY, rank][1] * TICK
+    def unchanged_seconds(self, counter: Counter, rank: int) -> float:
+        """For how long a count of `rank` has been the same: BEATS, ACTIVITY or FINISHED."""
+        return self._unchanged[counter, rank][1] * TICK
 
     def close(self) -> None:
         """End the thread and say to the others that this rank leaves."""
@@ -59,7 +68,7 @@ class Liveness:
     def _watch(self) -> None:
         while not self._stop.wait(TICK):
             self._control.add(Counter.BEATS)
-            if self.excused or self._works():
+            if self._goes_on():
                 self._control.add(Counter.ACTIVITY)
             self._compare()
             if self._control.failure() is not None:
@@ -68,7 +77,13 @@ class Liveness:
             for rank, what in self._dead():
                 self._control.fail(rank, what)
 
-    def _works(self) -> bool:
+    def _goes_on(self) -> bool:
+        before, finished = self._control.get(Counter.FINISHED, self._rank), sum(count() for count in self.finished)
+        self._control.set(Counter.FINISHED, finished)
+        excused = self.excused
+        return finished != before or (self._takes_time() if excused is None else excused())
+
+    def _takes_time(self) -> bool:
         try:
             stat = Path(f"/proc/self/task/{self._training_thread}/stat").read_text()
         except FileNotFoundError:  # the thread has ended: whoever trains next says so

@@ -100,12 +100,14 @@ class DeviceMailboxes:
         for address in self._peers.values():
             cuda_driver.close_shared(address)
         self._peers.clear()
-        if self._group.control.failure() is None:
-            self._group.gather([], "the end of the mailboxes")
-        self._box = None
-        if self._address:
-            cuda_driver.free(self._address)
-        self._address = 0
+        try:
+            if self._group.control.failure() is None:
+                self._group.gather([], "the end of the mailboxes")
+        finally:
+            self._box = None
+            if self._address:
+                cuda_driver.free(self._address)
+            self._address = 0
 
     def _allocate(self) -> None:
         numel = SLOTS * self._group.size * self._chunk
