@@ -237,9 +237,8 @@ class StreamingEngine:
         norm = self._gradients.norm()
         if not math.isfinite(norm):
             return norm
-        clip = self._adamw_config.clip_grad
-        # The same formula as torch.nn.utils.clip_grad_norm_.
-        grad_scale = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+        clip = math.inf if self._adamw_config.clip_grad is None else self._adamw_config.clip_grad
+        grad_scale = min(1.0, clip / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         self.step_count += 1
         self._updates.start(self.state.parts, lr, grad_scale, self.step_count)
         self.state.updates_started()
