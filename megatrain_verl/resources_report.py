@@ -72,8 +72,9 @@ def read_sizes(model: str, lora: LoraSettings | None = None) -> tuple[ModelSizes
 
 def report(arguments: argparse.Namespace, rates: Rates = RATES) -> dict[str, object]:
     """All figures, ready for JSON."""
-    modules = arguments.lora_target_modules.split(",")
-    target = modules if len(modules) > 1 else modules[0]
+    modules = [name.strip() for name in arguments.lora_target_modules.split(",")]
+    # One name alone would be a regular expression to peft.
+    target = "all-linear" if modules == ["all-linear"] else modules
     lora = LoraSettings(arguments.lora_rank, target_modules=target) if arguments.lora_rank else None
     sizes, model_type = read_sizes(arguments.model, lora)
     config = StreamingConfig(dtype=arguments.dtype, checkpoint_interval=arguments.checkpoint_interval)

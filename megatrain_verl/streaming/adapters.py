@@ -109,7 +109,7 @@ def merged_weights(unit: "UnitState", lora: Adapters | None) -> Iterator[tuple[s
     """(name, tensor) of the model's own parameters and buffers in `unit`, with what the adapters add to them.
 
     Without an adapter it is a view of the arena. The sum is taken in float32 and rounded to the type of the weights;
-    one matrix at a time is held.
+    no matrix is kept here.
     """
     spans = {span.name: span for span in unit.plan.spans}
     for name, span in spans.items():

@@ -112,7 +112,9 @@ class CheckpointStore:
             lora.write(folder.parent / ADAPTER, dict(engine.named_adapters()), self._model.path)
         if "hf_model" in self._save_contents and lora is None:
             num_bytes = engine.num_parameters * DTYPES[engine.config.dtype].itemsize
-            export_pretrained(folder, engine.named_weights(), config, num_bytes)
+            # Merged weights are copies, held until their file is written.
+            shard = 500_000_000 if engine.plan.lora else 5_000_000_000
+            export_pretrained(folder, engine.named_weights(), config, num_bytes, shard)
         else:
             without_quantization(config).save_pretrained(folder)
         for part in (self._model.generation_config, self._model.get_processor()):

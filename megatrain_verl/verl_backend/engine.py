@@ -81,6 +81,7 @@ class MegaTrainEngine(BaseEngine):
         group = ranks.meet()
         process_env.use_cores(config.cpu_threads or group.cores())
         trains = not config.forward_only
+        self.learning_rate = LearningRate(self.optimizer_config) if trains else None  # may refuse the schedule
         self.streaming = StreamingEngine(
             copy.deepcopy(self.model_config.hf_config),  # the engine sets its own attention there
             config.streaming_config(),
@@ -93,7 +94,6 @@ class MegaTrainEngine(BaseEngine):
         self.streaming.load_weights(self.model_config.local_path)
         self.phases = PhaseLog(self.streaming, config.trace_file)
         self.phases.released()
-        self.learning_rate = LearningRate(self.optimizer_config) if trains else None
         role = "actor" if trains else "reference"
         logger.info("host memory of the megatrain %s:\n%s", role, self.streaming.host_plan.table())
 

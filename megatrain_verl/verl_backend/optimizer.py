@@ -19,7 +19,7 @@ class MegaTrainOptimizerConfig(FSDPOptimizerConfig):
     """verl's options of AdamW, with the schedules of `schedules.OF_TRANSFORMERS` as well.
 
     Raises:
-        ValueError: no such schedule, or one that takes no min_lr_ratio.
+        ValueError: no such schedule, or one that takes no min_lr_ratio or no lr_scheduler_kwargs.
     """
 
     # Arguments of a schedule of transformers, such as {power: 2, lr_end: 1e-7} of "polynomial".
@@ -30,6 +30,11 @@ class MegaTrainOptimizerConfig(FSDPOptimizerConfig):
         if self.lr_scheduler_type not in known:
             raise ValueError(
                 f"optim.lr_scheduler_type must be one of {', '.join(known)}, got {self.lr_scheduler_type!r}"
+            )
+        if self.lr_scheduler_kwargs and self.lr_scheduler_type in schedules.WITHOUT_ARGUMENTS:
+            raise ValueError(
+                f"optim.lr_scheduler_type={self.lr_scheduler_type} takes no optim.lr_scheduler_kwargs: leave them out, "
+                "or name another schedule (verl's cosine ends at optim.min_lr_ratio)"
             )
         if self.lr_scheduler_type in schedules.OF_VERL:
             super().__post_init__()  # knows no others

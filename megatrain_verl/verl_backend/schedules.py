@@ -21,6 +21,7 @@ OF_TRANSFORMERS = (
     "cosine_with_min_lr",
     "cosine_warmup_with_min_lr",
 )
+WITHOUT_ARGUMENTS = (*OF_VERL, "constant_with_warmup")
 
 
 def schedule(optimizer: torch.optim.Optimizer, optim: FSDPOptimizerConfig) -> LambdaLR:

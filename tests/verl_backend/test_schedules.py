@@ -73,3 +73,9 @@ def test_an_unknown_schedule_is_refused_with_those_there_are() -> None:
         MegaTrainOptimizerConfig(lr_scheduler_type="linaer")
     with pytest.raises(ValueError, match="min_lr_ratio belongs to cosine; linear takes"):
         MegaTrainOptimizerConfig(lr_scheduler_type="linear", min_lr_ratio=0.1)
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "constant_with_warmup"])
+def test_arguments_that_a_schedule_would_ignore_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"lr_scheduler_type={name} takes no optim.lr_scheduler_kwargs"):
+        MegaTrainOptimizerConfig(lr_scheduler_type=name, lr_scheduler_kwargs={"min_lr_rate": 0.1})
