@@ -109,6 +109,8 @@ def test_lora_takes_two_bytes_per_frozen_parameter_and_none_for_the_reference():
     result = report(command_line().parse_args(arguments))
     adapters = result["trained_parameters"]
     assert adapters == 28 * 16 * (4 * 3584 + 2 * (3584 + 512) + 3 * (3584 + 18944))  # q and o; k and v; gate, up, down
+    one = report(command_line().parse_args([*arguments, "--lora-target-modules", "q_proj"]))
+    assert one["trained_parameters"] == 28 * 16 * 2 * 3584
     host = result["host_bytes"]
     assert host["weight"] == 2 * (7_615_616_512 + adapters) and "reference" not in host
     assert host["total"] - host["staging"] == host["weight"] + 12 * adapters

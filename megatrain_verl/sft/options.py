@@ -94,6 +94,7 @@ def check_model(config: DictConfig, hf_config: PretrainedConfig) -> None:
     """
     engine = config.engine
     registration.lora_settings(config.model)
+    registration.check_lora_only(config.model, config.checkpoint)
     check_available(engine.attn_implementation, engine.dtype, config.trainer.device)
     limit, name = engine.max_seq_len, "engine.max_seq_len"
     if limit is None:

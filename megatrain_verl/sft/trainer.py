@@ -30,7 +30,6 @@ from megatrain_verl.sft.run_state import RunState
 from megatrain_verl.sft.samples import Sample, SampleWriter
 from megatrain_verl.verl_backend import ranks
 from megatrain_verl.verl_backend.checkpoint import ADAPTER, HUGGINGFACE
-from megatrain_verl.verl_backend.optimizer import LearningRate
 from megatrain_verl.verl_backend.processors import image_processor
 from verl_patches import sft_reports
 
@@ -112,9 +111,6 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         trainer = self.config.trainer
         if trainer.total_training_steps is not None:  # verl ends after total_epochs, without saving, if that is earlier
             trainer.total_epochs = -(-trainer.total_training_steps // len(self.train_dataloader))
-        steps = trainer.total_training_steps or trainer.total_epochs * len(self.train_dataloader)
-        self.optimizer_config.total_training_steps = steps
-        LearningRate(self.optimizer_config)  # refuses before the model is loaded what does not fit the steps
 
     # ------------------------------------------------------------------------------- with each checkpoint (Attachment)
 

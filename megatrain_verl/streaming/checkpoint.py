@@ -174,7 +174,8 @@ def _describe(plan: ModelPlan) -> dict[str, object]:
     }
     described = {"model_type": plan.config.model_type, "num_parameters": plan.num_parameters, "units": units}
     frozen = [span.name for unit in plan.units for span in unit.spans if not span.trainable]
-    return described | ({"frozen": frozen} if frozen else {})
+    lora = plan.lora and {"rank": plan.lora.config.r, "alpha": plan.lora.config.lora_alpha}
+    return described | ({"frozen": frozen} if frozen else {}) | ({"lora": lora} if lora else {})
 
 
 def _read_state_file(folder: Path) -> dict:
@@ -194,6 +195,12 @@ def _read_state_file(folder: Path) -> dict:
 def _check_model(folder: Path, saved: dict, own: dict) -> None:
     if saved == own:
         return
+    if saved.get("lora") != own.get("lora"):
+        settings = [f"LoRA {each['lora']}" if "lora" in each else "no LoRA" for each in (saved, own)]
+        raise ValueError(
+            f"{folder} was saved with {settings[0]}, the engine has {settings[1]}: set lora_rank and lora_alpha "
+            "as they were"
+        )
     if saved.get("frozen", []) != own.get("frozen", []):
         counts = [len(each.get("frozen", [])) for each in (saved, own)]
         raise ValueError(

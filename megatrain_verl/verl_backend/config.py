@@ -92,6 +92,7 @@ class MegaTrainActorConfig(ActorConfig):
         super().validate(n_gpus, train_batch_size, model_config)
         if model_config is not None:
             registration.check_merged(model_config)
+            registration.check_lora_only(model_config, self.checkpoint)
 
 
 process_env.allow_concurrent_streams()

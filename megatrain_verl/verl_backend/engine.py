@@ -81,7 +81,8 @@ class MegaTrainEngine(BaseEngine):
         group = ranks.meet()
         process_env.use_cores(config.cpu_threads or group.cores())
         trains = not config.forward_only
-        self.learning_rate = LearningRate(self.optimizer_config) if trains else None  # may refuse the schedule
+        # Refuses a schedule that does not fit the run, before the model is loaded.
+        self.learning_rate = LearningRate(self.optimizer_config) if trains else None
         self.streaming = StreamingEngine(
             copy.deepcopy(self.model_config.hf_config),  # the engine sets its own attention there
             config.streaming_config(),

@@ -77,5 +77,20 @@ def check_merged(model: Mapping[str, Any]) -> None:
         )
 
 
+def check_lora_only(model: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    """verl's `checkpoint.save_lora_only` puts an adapter in the place of the weights that `hf_model` asks for.
+
+    Raises:
+        ValueError: it would do nothing.
+    """
+    if not checkpoint.get("save_lora_only", False):
+        return
+    if lora_settings(model) is None or "hf_model" not in checkpoint["save_contents"]:
+        raise ValueError(
+            "checkpoint.save_lora_only=True needs model.lora_rank above 0 and hf_model in checkpoint.save_contents; "
+            "set these, or leave it out"
+        )
+
+
 def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value

@@ -1,6 +1,7 @@
 """LoRA: adapters train as in plain transformers with peft and torch.optim.AdamW, in float32, and the base does not."""
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,7 +149,10 @@ def test_resumed_run_is_bit_equal(dtype: str, tmp_path: Path) -> None:
     assert all(torch.equal(weight, masters[name]) for name, weight in oracle.masters(resumed).items())
     with resumed.reference_weights():
         assert torch.equal(engine_log_probs(resumed), reference)  # B is zero at the start
-    for engine in engines:
+    other = oracle.make_engine(base, config, ADAMW, lora=dataclasses.replace(LORA, alpha=1), dtype=dtype)
+    with pytest.raises(ValueError, match="LoRA {'rank': 4, 'alpha': 12}, the engine has LoRA .*'alpha': 1}"):
+        other.load(tmp_path / "saved")
+    for engine in (*engines, other):
         engine.close()
 
 

@@ -195,6 +195,11 @@ REFUSED = {
     "separate rollout": ([GROUP, "trainer.v1.trainer_mode=separate_async"], "separate_async is not supported"),
     "weight transfer": ([GROUP, "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"], "backend=naive"),
     "LoRA unmerged": ([GROUP, "actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora.merge=True"),
+    "no adapter to save": ([GROUP, f"+{ACTOR}.checkpoint.save_lora_only=True"], "needs model.lora_rank above 0"),
+    "adapter not saved": (
+        [GROUP, *LORA, f"+{ACTOR}.checkpoint.save_lora_only=True", f"{ACTOR}.checkpoint.save_contents=[extra]"],
+        "hf_model in checkpoint.save_contents",
+    ),
     "LoRA of Megatron": ([GROUP, "actor_rollout_ref.model.lora.rank=8"], "set model.lora_rank"),
     "adapter to go on from": ([GROUP, "actor_rollout_ref.model.lora_adapter_path=x"], "lora_adapter_path is not supp"),
     "LoRA on the output": (
