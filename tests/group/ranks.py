@@ -244,6 +244,7 @@ def _reference_scores(made: StreamingEngine) -> list[float]:
 def wait_for_updates(group: HostGroup, end: str, message: str, pieces: int, longest: float) -> float:
     """Rank 1 updates its part of one unit in pieces of 0.5 s, while its training thread sleeps, and leaves or hangs.
 
+    Where its updates hang, its training thread does other work.
     Rank 0 waits for that unit and for a second one.
 
     Returns:
@@ -259,8 +260,9 @@ def wait_for_updates(group: HostGroup, end: str, message: str, pieces: int, long
         slow.run(group.updated)
         if end == "goes on":
             _append(slow, [0.5] * LIMIT)
-        if end != "leaves":
             time.sleep(LIMIT)
+        while end == "hangs" and time.monotonic() < start + LIMIT:
+            pass
         slow.close()
         group.close()
         return 0.0
