@@ -4,6 +4,7 @@ import pytest
 import torch
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # In tests/run.sh two processes share the tests. A file stays in one of them; Ray and vLLM, which take both cores,
     # never run twice at a time, and begin first, since they take longest.
