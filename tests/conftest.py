@@ -21,4 +21,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     # xdist 3.8.0 marks a group in the node id, which pytest 9.2 does not let it change: all groups are ignored there.
     if session.config.getoption("loadgroup", False) and any("@" not in item.nodeid for item in session.items):
-        raise pytest.UsageError("pytest-xdist has not grouped the tests: install the pinned pytest and pytest-xdist")
+        raise RuntimeError("pytest-xdist has not grouped the tests: install the pinned pytest and pytest-xdist")

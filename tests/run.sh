@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-LIMIT=3000 SELECTED=(-m "not slow") PROCESSES=(-n 2 --dist loadgroup) LOG=/dev/null
+LIMIT=3000 SELECTED=(-m "not slow") PROCESSES=(-n 2 --dist loadgroup --no-loadscope-reorder) LOG=/dev/null
 if [ "${1:-}" = --full ]; then
     shift
     LIMIT=10800 SELECTED=(--durations=15) LOG=$(mktemp)
