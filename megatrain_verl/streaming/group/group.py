@@ -246,11 +246,11 @@ class HostGroup(Group):
 
     def _judge(self, late: list[int], waited: float, purpose: str, sign: Counter) -> None:
         for rank in late:
-            idle = self._liveness.unchanged_seconds(sign, rank)
             if self.control.get(Counter.LEFT, rank):
                 self.control.fail(rank, f"it has ended, and rank {self.rank} waits for {purpose}")
-            elif idle > self._patience:
-                self.control.fail(rank, f"it stands still for {idle:.0f} s, and rank {self.rank} waits for {purpose}")
+            elif self._liveness.unchanged_seconds(sign, rank) > self._patience:
+                how = self._liveness.idle(sign, rank)
+                self.control.fail(rank, f"{how}, and rank {self.rank} waits for {purpose}")
             elif waited > LONGEST_WAIT:
                 self.control.fail(rank, f"rank {self.rank} has waited {waited:.0f} s for {purpose}")
         self.check()

@@ -57,6 +57,13 @@ class Liveness:
         """For how long a count of `rank` has been the same: BEATS, ACTIVITY or FINISHED."""
         return self._unchanged[counter, rank][1] * TICK
 
+    def idle(self, counter: Counter, rank: int) -> str:
+        """How `rank`, whose count has not changed for longer than allowed, stands still."""
+        # A stopped process counts nothing: its other counts may be found unchanged a moment before its beats are.
+        if self.unchanged_seconds(Counter.BEATS, rank) > self._patience / 2:
+            return f"its process has not run for {self._patience:.0f} s"
+        return f"it stands still for {self.unchanged_seconds(counter, rank):.0f} s"
+
     def close(self) -> None:
         """End the thread and say to the others that this rank leaves."""
         self._stop.set()
@@ -107,6 +114,6 @@ class Liveness:
                 self._sockets.pop(rank, None)
             elif rank in closed:
                 found.append((rank, "its process has ended"))
-            elif self._unchanged[Counter.BEATS, rank][1] * TICK > self._patience:
-                found.append((rank, f"its process has not run for {self._patience:.0f} s"))
+            elif self.unchanged_seconds(Counter.BEATS, rank) > self._patience:
+                found.append((rank, self.idle(Counter.BEATS, rank)))
         return found
