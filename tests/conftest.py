@@ -1,5 +1,7 @@
 """Tests marked `gpu` are skipped on machines without a CUDA device; tests in two processes are grouped."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -22,3 +24,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # xdist 3.8.0 marks a group in the node id, which pytest 9.2 does not let it change: all groups are ignored there.
     if session.config.getoption("loadgroup", False) and any("@" not in item.nodeid for item in session.items):
         raise RuntimeError("pytest-xdist has not grouped the tests: install the pinned pytest and pytest-xdist")
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile, which examples/environment.sh turns off on a CPU; fails if the test has compiled nothing."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    torch._dynamo.reset()

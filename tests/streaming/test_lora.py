@@ -207,6 +207,7 @@ def test_all_linear_of_a_mixture_is_refused(name: str) -> None:
         plan_model(family_config(name), lora=LORA)
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow  # compiles for half a minute
 def test_compiled_layers_train_and_switch_adapters_off() -> None:
     config = family_config("Qwen2.5-7B")

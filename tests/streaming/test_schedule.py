@@ -120,6 +120,7 @@ def test_spilled_inputs_give_the_same_bits_as_resident_ones(interval):
         assert spilled_norm == norm
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_compiled_layers_give_the_same_step():
     """Rows of changing lengths, so that the compiled code is used with symbolic sizes too."""
