@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [*ROOT.glob("examples/*.sh"), ROOT / "tests/run.sh", ROOT / ".ci/run"]
+SCRIPTS = [*sorted(ROOT.glob("examples/*.sh")), ROOT / "tests/run.sh", ROOT / ".ci/run"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -225,9 +225,9 @@ def bounded(seconds, then):
     return [sys.executable, ROOT / "examples/bounded_run.py", str(seconds), *command]
 
 
-@pytest.mark.parametrize(("then", "status"), [("sys.exit(3)", 3), ("time.sleep(600)", 124)])
-def test_a_bounded_run_leaves_no_process(then, status):
-    result = subprocess.run(bounded(3, then), capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(("seconds", "then", "status"), [(100, "sys.exit(3)", 3), (6, "time.sleep(600)", 124)])
+def test_a_bounded_run_leaves_no_process(seconds, then, status):
+    result = subprocess.run(bounded(seconds, then), capture_output=True, text=True, timeout=150)
     assert result.returncode == status
     assert not psutil.pid_exists(int(result.stdout))
 

@@ -141,8 +141,8 @@ class AnsweredSocket:
         while not self._socket.poll(1000 * POLL_SECONDS, zmq.POLLOUT if output else zmq.POLLIN):
             if self._call is None or not ray.wait([self._call], timeout=0)[0]:
                 continue
-            if self._socket.poll(0, zmq.POLLOUT if output else zmq.POLLIN):
-                return  # the answer came with the end of the call
+            if self._socket.poll(1000 * POLL_SECONDS, zmq.POLLOUT if output else zmq.POLLIN):
+                return  # the call ended with its last answer, which takes a way of its own and may come later
             self._socket.linger = 0  # what was sent has no taker: do not wait for one when the process ends
             ray.get(self._call)
             raise RuntimeError("the rollout ended the weight update before it had received all weights")

@@ -253,8 +253,8 @@ def wait_for_updates(group: HostGroup, end: str, message: str, pieces: int, long
     group_module.LONGEST_WAIT = longest
     slow = ThreadQueue("slow updates")
     group.follow(slow.finished)
+    start = time.monotonic()  # before rank 1 begins
     group.gather([], "the test")
-    start = time.monotonic()
     if group.rank == 1:
         _append(slow, [0.5] * pieces)
         slow.run(group.updated)
@@ -281,8 +281,8 @@ def wait_for_device(group: HostGroup, pieces: int, last: float) -> float:
     """
     device = ThreadQueue("device")
     group.follow(device.finished)
+    start = time.monotonic()  # before rank 1 begins
     group.gather([], "the test")
-    start = time.monotonic()
     if group.rank == 1:
         _append(device, [0.5] * pieces + [last])
         group.wait_for(device.record(), "outputs computed")

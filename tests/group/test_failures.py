@@ -70,8 +70,8 @@ def test_a_bad_end_is_named_by_all_others_and_the_next_run_starts_at_once(what: 
     ("end", "message", "pieces", "longest"),
     [
         ("leaves", "it has ended, and rank 0 waits for", 12, 3600.0),
-        ("hangs", "it stands still for . s, and rank 0 waits for the second", 0, 3600.0),
-        ("goes on", "rank 0 has waited . s for", 0, 5.0),
+        ("hangs", r"it stands still for \d+ s, and rank 0 waits for the second", 0, 3600.0),
+        ("goes on", r"rank 0 has waited \d+ s for", 0, 5.0),
     ],
 )
 def test_a_missing_update_is_waited_for_while_its_rank_goes_on(
@@ -79,7 +79,7 @@ def test_a_missing_update_is_waited_for_while_its_rank_goes_on(
 ) -> None:
     waiting, _ = ranks.run(ranks.wait_for_updates, 2, end, message, pieces, longest, victim=1, patience=3.0)
     assert waiting.error is None, waiting
-    assert waiting.result > pieces * 0.5 - 1  # longer than the patience with a training thread that stands still
+    assert waiting.result >= pieces * 0.5  # longer than the patience with a training thread that stands still
 
 
 def test_a_rank_that_waits_for_its_device_is_waited_for_while_that_goes_on() -> None:
@@ -87,7 +87,7 @@ def test_a_rank_that_waits_for_its_device_is_waited_for_while_that_goes_on() -> 
     assert [rank.error for rank in slow] == [None, None] and min(rank.result for rank in slow) > 5
     hung = ranks.run(ranks.wait_for_device, 2, 0, 100.0, victim=1, patience=3.0)
     assert hung[0].error.startswith("RankFailed: rank 1 (process ") and "it stands still for" in hung[0].error
-    assert hung[0].seconds < 10
+    assert hung[0].seconds < 30  # the patience is 3 s, the device hangs for 100
 
 
 @pytest.mark.slow

@@ -109,7 +109,8 @@ def test_early_stop_ends_at_the_evaluation_that_decides_and_stays_ended(
 
 
 def test_a_second_run_in_the_folder_is_refused_by_name(straight: Path, tmp_path: Path, server: RunServer) -> None:
-    first = server.start(copy_inputs(straight, tmp_path), "trainer.total_training_steps=400", "trainer.test_freq=-1")
+    endless = ("trainer.total_training_steps=100000", "trainer.test_freq=-1", "trainer.save_freq=-1")
+    first = server.start(copy_inputs(straight, tmp_path), *endless)
     wait_for(first, "step:1 ")
     second = server.train(tmp_path)
     os.kill(first.pid, signal.SIGKILL)

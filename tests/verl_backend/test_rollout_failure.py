@@ -1,9 +1,9 @@
 """A rollout that fails ends what waits for it. tests/verl_backend/test_grpo.py kills a real vLLM in a real run."""
 
 import asyncio
-import os
 import threading
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 import zmq
+from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
 import verl_patches
@@ -59,7 +60,7 @@ def test_a_cancelled_call_does_not_go_on() -> None:
 def send(folder: Path, monkeypatch: pytest.MonkeyPatch, *, answered: int) -> None:
     """Send two buckets to a peer that answers so many messages before its call fails."""
     ended = threading.Event()
-    monkeypatch.setattr(rollout_failure, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(rollout_failure, "POLL_SECONDS", 0.5)
     monkeypatch.setattr(ray, "wait", lambda calls, timeout: (calls, []) if ended.is_set() else ([], calls))
 
     def raise_failure(call: str) -> None:
@@ -98,11 +99,17 @@ def test_the_sender_raises_what_the_receiving_call_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: int
 ) -> None:
     """Before it has connected, before the first bucket, and before the last."""
-    segments = set(os.listdir("/dev/shm"))
+    names, create = [], bucketed_weight_transfer.create_shared_memory
+
+    def named(size: int, name: str) -> SharedMemory:
+        names.append(name)
+        return create(size, name)
+
+    monkeypatch.setattr(bucketed_weight_transfer, "create_shared_memory", named)
     with pytest.raises(RuntimeError, match="rollout replica 0 died"):
         send(tmp_path, monkeypatch, answered=answered)
     if answered:  # without the first answer verl has not noted its segment yet, and the process's end removes it
-        assert not {name for name in set(os.listdir("/dev/shm")) - segments if name.startswith("verl_weights")}
+        assert len(names) == 1 and not Path("/dev/shm", names[0]).exists()
 
 
 def test_the_sender_finishes_when_all_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
