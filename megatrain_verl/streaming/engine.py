@@ -91,7 +91,7 @@ class StreamingEngine:
         self._compact = config.resident_layers == 0 and not self.plan.tied
         # Compiled dropout would draw other masks than the plain layer does.
         self._compiled = config.compile_layers and not self.plan.has_dropout()
-        self._functions = DeviceFunctions(self._compiled)
+        self._functions = DeviceFunctions(self._compiled, self.plan.structures, config.dtype)
         self.planner = PassPlanner(self.plan, config, device)
         self._adamw_config, self._keeps_reference, self._reads_reference = optimizer, keep_reference, False
         self.step_count, self._calls = 0, group.rank  # `_calls` since zero_grad, of all ranks: for other dropout masks

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatrain_verl.streaming.activations import ActivationStore
 from megatrain_verl.streaming.batch import TokenOutputs
-from megatrain_verl.streaming.compiling import MaybeCompiled
+from megatrain_verl.streaming.compiling import MaybeCompiled, leave_out_experts
 from megatrain_verl.streaming.device_batch import DeviceBatch
 from megatrain_verl.streaming.device_ring import DeviceRing
 from megatrain_verl.streaming.dropout import dropout_seed, seeded
@@ -36,9 +36,11 @@ LossFunction = Callable[[int, TokenOutputs], Tensor]
 
 
 class DeviceFunctions:
-    """What runs for every layer and micro-batch: the layer itself, and the addition of its gradients."""
+    """What runs for every layer and micro-batch: one of `layers`, and the addition of its gradients."""
 
-    def __init__(self, compiled: bool) -> None:
+    def __init__(self, compiled: bool, layers: Sequence[nn.Module], dtype: str) -> None:
+        if compiled and dtype == "float32":
+            leave_out_experts(layers)
         self.layer = MaybeCompiled(_call_layer, compiled)
         self.add = MaybeCompiled(_add_gradients, compiled)
 

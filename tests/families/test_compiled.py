@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from tests import oracle
-from tests.families.configs import family_config
+from tests.families.configs import HYBRID, family_config
+
+# torch 2.13 fails to fuse attention on a CPU where values are narrower than keys; such a layer runs as it is.
+NOT_COMPILED = "DeepSeek-V3"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mixtral-8x7B", "Qwen3-Next-80B-A3B", "GPT-OSS-20B", "DeepSeek-V3", "Gemma-2-9B"])
-def test_compiled_layers_give_the_gradients_of_plain_ones(name):
+def test_compiled_layers_give_the_gradients_of_plain_ones(name, caplog):
     config = family_config(name, output_router_logits=True)
     model = oracle.plain_model(config)
     rows = [oracle.random_rows([12, 12, 12]), oracle.random_rows([5, 17])]
@@ -19,5 +22,9 @@ def test_compiled_layers_give_the_gradients_of_plain_ones(name):
         oracle.engine_pass(engine, [oracle.pack(each) for each in rows])
         gradients.append(oracle.engine_gradients(engine))
         engine.close()
+    # Of linear attention as in the tests of training.
+    tolerance = 1e-3 if name in HYBRID else 1e-5
+    size = torch.cat([grad.flatten() for grad in gradients[0].values()]).norm()
     for parameter, grad in gradients[0].items():
-        torch.testing.assert_close(gradients[1][parameter], grad, atol=1e-6, rtol=1e-3, msg=parameter)
+        assert (gradients[1][parameter] - grad).norm() <= tolerance * grad.norm() + 1e-7 * size, parameter
+    assert name == NOT_COMPILED or "cannot be compiled" not in caplog.text
