@@ -30,7 +30,7 @@ QWEN_7B = Qwen2Config(
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "megatrain_verl.resources", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_counts_are_the_published_ones():

@@ -68,7 +68,7 @@ class Run:
         """What it has printed so far."""
         return self._log.read_text(errors="replace")
 
-    def wait(self, seconds: float = 120) -> Ended:
+    def wait(self, seconds: float = 400) -> Ended:
         """Wait for its end, for so long at most."""
         status = self._server.ask({"wait": self.pid, "seconds": seconds})["status"]
         assert status is not None, f"the run did not end within {seconds} s: {self.printed()[-3000:]}"
@@ -108,7 +108,7 @@ class RunServer:
         """`start` and wait."""
         return self.start(folder, *options, before=before, env=env).wait()
 
-    def train_with(self, folder: Path, arguments: list[str], seconds: float = 120) -> Ended:
+    def train_with(self, folder: Path, arguments: list[str], seconds: float = 400) -> Ended:
         """A run with these arguments alone."""
         return self._start(folder, arguments, None, {}).wait(seconds)
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.sft.runs import Run, RunServer, assert_same_run, copy_inputs, make_inputs, metrics
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 NOT_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts file systems for one process")
 
 
@@ -24,7 +24,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, server: RunServer) -> Pat
     return folder
 
 
-def wait_for(run: Run, text: str, seconds: float = 120) -> None:
+def wait_for(run: Run, text: str, seconds: float = 400) -> None:
     """Until the run has printed `text`."""
     end = time.monotonic() + seconds
     while text not in run.printed():

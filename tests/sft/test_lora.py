@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.sft.runs import RunServer, copy_inputs, make_inputs, metrics
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 LORA = ["model.lora_rank=4", "model.lora_alpha=16", "trainer.test_freq=-1", "data.val_size=0", "optim.lr=2e-2"]
 

@@ -20,7 +20,7 @@ from megatrain_verl.sft.dataset import ChatDataset
 from tests.sft.cases import data_config, write_dataset
 from tests.sft.runs import ENVIRONMENT, OPTIONS, ROOT, RunServer, assert_same_run, copy_inputs, make_inputs, metrics
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 BATCH, STEPS, LR = 4, 10, 2e-3  # 16 rows are trained on: 4 steps per epoch
 SAVED = Path("out") / "global_step_10" / "huggingface"

@@ -25,7 +25,7 @@ def run(folder: Path, model: HFModelConfig, shares: list[list[int]]) -> list[dic
         return [rank.result(timeout=200) for rank in running]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_two_ranks_equal_one(tiny: HFModelConfig, tmp_path: Path) -> None:
     (alone,) = run(tmp_path / "one", tiny, [[0, 1, 2, 3, 4, 5]])
     together = run(tmp_path / "two", tiny, [[0, 1, 2, 3], [4, 5]])

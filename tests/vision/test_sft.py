@@ -100,7 +100,7 @@ def write(folder, rows):
     (folder / "dataset_info.json").write_text(json.dumps({"shapes": draw_shapes.ENTRY}))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", ["llava_next", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_run_trains_encoder_projector_and_language_model(folder, tmp_path, family):
     """Eight steps on drawn shapes: the loss falls, and the exported model has other weights in every part."""
