@@ -183,9 +183,6 @@ class ParameterState:
         def nbytes(unit: UnitPlan, kind: str) -> int:
             return arena_elements(kind, unit.numel, unit.trained) * kinds[kind].itemsize
 
-        arena_bytes = sum(padded(nbytes(unit, kind)) for unit in plan.units for kind in kinds)
-        group.share_arenas(arena_bytes + padded(sum(_buffer_bytes(plan))))
-
         def arenas(unit: UnitPlan, kinds: dict[str, torch.dtype], suffix: str = "") -> UnitState:
             views = {}
             for kind, dtype in kinds.items():
@@ -198,6 +195,8 @@ class ParameterState:
             return UnitState(unit, **views)
 
         try:
+            arena_bytes = sum(padded(nbytes(unit, kind)) for unit in plan.units for kind in kinds)
+            group.share_arenas(arena_bytes + padded(sum(_buffer_bytes(plan))))
             state.units = state.parts = [arenas(unit, kinds) for unit in plan.units]
             if group.size > 1:
                 group.gather([], "the memory of all arenas")
@@ -209,7 +208,8 @@ class ParameterState:
             for index in spared:
                 state.units[index].spare = arenas(plan.units[index], written, ".spare")
             state._allocate_buffers(plan, group, register)
-        except BaseException:
+        except BaseException as error:
+            group.fail(error)  # a rank that waits for this one names the reason, not only the end of its process
             state.close()
             raise
         return state
