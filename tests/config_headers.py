@@ -22,6 +22,8 @@ COMMANDS = {
     "data.dataset=NAME",
     "rl": "python -m megatrain_verl.main_ppo --config-dir configs/rl --config-name {name}",
 }
+# Trained as their Llama twins, see megatrain_verl.llama_twins; their own code is in their repositories.
+TWINS = ("internlm/internlm2_5-7b-chat", "baichuan-inc/Baichuan2-7B-Chat")
 DATA = {"sft": "", "rl": "; data: python examples/prepare_gsm8k.py data/gsm8k"}
 
 
@@ -50,7 +52,22 @@ def hub_name(path: Path) -> str:
 
 def model_folder(path: Path) -> Path:
     """The folder with the config.json of the file's model."""
-    return MODELS / hub_name(path).split("/")[1]
+    return MODELS / local_name(hub_name(path))
+
+
+def local_name(hub: str) -> str:
+    """The name of the folder from which a model of the hub is trained."""
+    return hub.split("/")[1] + ("-llama" if hub in TWINS else "")
+
+
+def twin(hub: str) -> list[str]:
+    """The header's line about the Llama twin that is trained in place of a model of the hub."""
+    if hub not in TWINS:
+        return []
+    return [
+        "# Its Llama twin, see docs/weights.md: python -m megatrain_verl.llama_twins to_llama "
+        f"models/{hub.split('/')[1]} models/{local_name(hub)}"
+    ]
 
 
 def model_config(path: Path) -> PretrainedConfig:
@@ -93,6 +110,7 @@ def header(path: Path, result: dict) -> list[str]:
     return [
         "# " + COMMANDS[kind].format(name=path.stem),
         f"# Model: hf download {hub} --local-dir models/{hub.split('/')[1]} (or set MODEL_PATH){DATA[kind]}",
+        *twin(hub),
         f"# One GPU with {gpu_gigabytes(path)} GB, of which {result['gpu_bytes']['total'] / 1e9:.0f} GB must be free, "
         f"and {host_gigabytes(result):,.0f} GB of free host memory (computed by megatrain_verl.resources).",
     ]
