@@ -1,6 +1,7 @@
-"""The table of docs/models.md from the results of the tests: `python -m tests.models_table RESULTS.xml`.
+"""The table of docs/models.md from the results of the tests: `python -m tests.models_table RESULTS.xml...`.
 
-    python -m pytest tests/families tests/vision tests/test_hub_layout.py --junitxml=RESULTS.xml
+    python -m pytest tests/families tests/vision tests/test_hub_layout.py -m "not slow" --junitxml=RESULTS.xml
+    python -m pytest tests/families/test_vllm.py -m slow --junitxml=VLLM.xml
 
 Rows are the model types that the engine takes, cells the tests of it that passed, of those that ran.
 """
@@ -9,6 +10,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from xml.etree import ElementTree
 
 from megatrain_verl.streaming.model_plan import VERIFIED_MODEL_TYPES
@@ -18,13 +20,15 @@ from tests.families.configs import FAMILIES
 
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- written by tests/models_table.py -->\n", "<!-- end -->\n"
-COLUMNS = ("model type", "tested as", "alone", "packed", "images", "export", "SFT", "GRPO")
+COLUMNS = ("model type", "tested as", "alone", "packed", "images", "export", "vLLM", "SFT", "GRPO")
 STEPS = "test_three_steps_equal_plain_adamw"
 EXPORTS = (
     "test_names_and_shapes_are_those_that_transformers_saves",
     "test_saved_folders_load_both_ways_and_another_image_gives_another_score",
     "test_router_biases_stay_float32_and_are_exported_as_they_were_loaded",
 )
+
+VLLM = "test_vllm_generates_what_transformers_does"
 
 Results = dict[tuple[str, str], list[bool]]  # model type, column -> passed?
 
@@ -38,10 +42,10 @@ def cases(path: str) -> Iterator[tuple[str, str, str, bool]]:
             yield case.get("classname"), function, parameters.rstrip("]"), not failed
 
 
-def results(path: str) -> Results:
-    """What the tests say of each model type."""
+def results(*paths: str) -> Results:
+    """What the tests of all files say of each model type."""
     found: Results = defaultdict(list)
-    for module, function, parameters, passed in cases(path):
+    for module, function, parameters, passed in chain.from_iterable(map(cases, paths)):
         name = next((name for name in FAMILIES if parameters in (name, f"{name}-1", f"{name}-3")), None)
         model_type, *size = parameters.split("-")  # of tests of images, and of checkpoint names
         if name is not None:
@@ -53,6 +57,8 @@ def results(path: str) -> Results:
                 found[model_type, "images"].append(passed)
         elif function in EXPORTS:
             found[model_type, "export"].append(passed)
+        elif function == VLLM:
+            found[model_type, "vLLM"].append(passed)
     return found
 
 
@@ -71,15 +77,15 @@ def rows(found: Results) -> Iterator[list[str]]:
     for model_type in VERIFIED_MODEL_TYPES:
         names = [name for name, (kind, _) in FAMILIES.items() if kind == model_type]
         cells = [f"`{model_type}`", ", ".join(names) or "its own tiny config"]
-        for column in COLUMNS[2:6]:
+        for column in COLUMNS[2:7]:
             passed = found.get((model_type, column), [])
             cells.append(f"{sum(passed)} of {len(passed)}" if passed else "-")
         yield [*cells, *(str(len(kind[model_type])) if model_type in kind else "-" for kind in (sft, rl))]
 
 
-def table(path: str) -> str:
+def table(*paths: str) -> str:
     """The table as Markdown."""
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows(results(path))]
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows(results(*paths))]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
@@ -87,7 +93,7 @@ def main() -> None:
     """Replace the table in the page."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + "\n" + table(sys.argv[1]) + "\n" + END + after)
+    PAGE.write_text(before + BEGIN + "\n" + table(*sys.argv[1:]) + "\n" + END + after)
 
 
 if __name__ == "__main__":
