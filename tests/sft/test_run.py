@@ -41,7 +41,7 @@ def straight(folder: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=300,
+        timeout=800,
     )
     assert run.returncode == 0, run.stdout[-3000:]
     return run
