@@ -9,6 +9,7 @@ Baichuan one behind the other (`W_pack`). Baichuan2's code divides every row of 
 Llama does not, so the rows are divided once, on the way to Llama.
 """
 
+import json
 import re
 import shutil
 import sys
@@ -73,6 +74,7 @@ def to_llama(hub: str | Path, folder: str | Path) -> None:
         wanted = path.suffix in (".json", ".model", ".jinja") and not path.name.endswith(".index.json")
         if wanted and not (Path(folder) / path.name).exists():
             shutil.copy(path, folder)
+    _name_tokenizer_class(Path(folder))
 
 
 def to_hub(trained: str | Path, hub: str | Path, folder: str | Path) -> None:
@@ -131,6 +133,20 @@ def _llama_config(family: str, fields: dict[str, object]) -> LlamaConfig:
         attention_bias=bool(fields.get("bias", False)),
         rope_parameters={**rope, "rope_theta": float(fields.get("rope_theta", 10000.0))},
     )
+
+
+def _name_tokenizer_class(folder: Path) -> None:
+    """Make transformers read tokenizer.json, which says all, with its own class instead of the repository's code.
+
+    With tokenizer.model alone the file stays, and transformers refuses it: its own classes put a space before the text
+    or none, whatever the family does.
+    """
+    path = folder / "tokenizer_config.json"
+    if path.exists() and (folder / "tokenizer.json").exists():
+        fields = json.loads(path.read_text())
+        if fields.pop("auto_map", None) is not None:
+            fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+            path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
 
 
 def _unpacked(source: WeightFolder, family: str, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:

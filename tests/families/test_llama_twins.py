@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain_verl.llama_twins import to_hub, to_llama
 from tests import oracle
@@ -114,6 +115,25 @@ def test_twin_trains_as_plain_transformers(family, tmp_path):
     for name, grad in oracle.engine_gradients(engine).items():
         torch.testing.assert_close(grad, model.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
     engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twin_s_tokenizer_needs_no_code_where_tokenizer_json_says_all(family, tmp_path):
+    hub_folder(tmp_path / "hub", family)
+    code = {"auto_map": {"AutoTokenizer": ["code.OwnTokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
+    (tmp_path / "hub" / "tokenizer_config.json").write_text(json.dumps({**code, "model_max_length": 77}))
+    to_llama(tmp_path / "hub", tmp_path / "no-json")
+    with pytest.raises(ValueError, match="custom code"):
+        AutoTokenizer.from_pretrained(tmp_path / "no-json", trust_remote_code=False)
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "▁a": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace("_", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "hub" / "tokenizer.json"))
+    to_llama(tmp_path / "hub", tmp_path / "json")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "json", trust_remote_code=False)
+    assert loaded("a _a b")["input_ids"] == [2, 1, 3] and loaded.model_max_length == 77
+    to_hub(tmp_path / "json", tmp_path / "hub", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "tokenizer_config.json").read_text()).items() >= code.items()
 
 
 def test_output_matrix_that_baichuan_s_code_cannot_express_is_refused(tmp_path):
