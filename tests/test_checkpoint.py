@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,6 +102,12 @@ def test_each_unit_is_waited_for_before_it_is_read(plan: ModelPlan, tmp_path: Pa
     loaded = make_state(plan)
     load_state(tmp_path / "actor", plan, loaded)
     assert [unit.weight.unique().tolist() for unit in loaded.units] == [[n] for n in range(1, len(waited) + 1)]
+
+
+def test_a_long_save_leaves_no_bar_in_a_log(plan: ModelPlan, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The bar appears after two seconds; here the output is no terminal."""
+    save_state(tmp_path / "engine", plan, make_state(plan), {}, lambda unit: time.sleep(2.5 / len(plan.units)))
+    assert "saving" not in capfd.readouterr().err
 
 
 def test_reference_is_kept_before_weights_are_overwritten(plan: ModelPlan, tmp_path: Path) -> None:

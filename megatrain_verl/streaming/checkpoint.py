@@ -50,7 +50,7 @@ def save_state(
     ]
     check_disk_space(folder, sum(arena.nbytes for unit in arenas for arena in unit.values()))
     with atomic_folder(folder) as partial:
-        for unit, kinds in zip(tqdm(state.units, desc="saving", unit=" units", delay=2), arenas, strict=True):
+        for unit, kinds in zip(_bar(state.units, "saving"), arenas, strict=True):
             wait(unit)
             save_file(kinds, _unit_file(partial, unit))
         saved = {
@@ -87,7 +87,7 @@ def load_state(
     for unit in state.units:
         _check_unit_file(folder, unit, contents)
 
-    for unit in tqdm(state.units, desc="loading", unit=" units", delay=2):
+    for unit in _bar(state.units, "loading"):
         with safe_open(_unit_file(folder, unit), framework="pt") as file:
             if "model" in contents:
                 unit.keep_reference()
@@ -98,6 +98,11 @@ def load_state(
                 for kind in _kinds(["optimizer"], unit):
                     getattr(unit, kind).copy_(file.get_tensor(kind))
     return saved["meta"]
+
+
+def _bar(units: list[UnitState], desc: str) -> Iterable[UnitState]:
+    """`units` behind a bar that appears after two seconds, and on a terminal only."""
+    return tqdm(units, desc=desc, unit=" units", delay=2, disable=None)
 
 
 def read_meta(folder: str | Path) -> dict[str, object]:

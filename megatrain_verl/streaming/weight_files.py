@@ -89,9 +89,11 @@ class _Writer:
         self._targets = {span.name: (unit, span) for unit, span in state.parameters()}
         self._buffers = {name: buffer for unit in state.units for name, buffer in unit.buffers.items()}
         self._written: set[str] = set()
-        # Shown from the third second on, so not for small models.
+        # Shown from the third second on, so not for small models, and on a terminal only.
         total = plan.num_parameters
-        self._bar = tqdm(total=total, unit=" parameters", unit_scale=True, desc="loading weights", delay=2)
+        self._bar = tqdm(
+            total=total, unit=" parameters", unit_scale=True, desc="loading weights", delay=2, disable=None
+        )
 
     def write(self, place: Place, parts: Iterable[tuple[int, Tensor]]) -> None:
         """Write `parts`, (first element, values), of the block at `place`."""
