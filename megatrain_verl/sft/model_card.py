@@ -29,6 +29,12 @@ SETTINGS = {
     "compute type": "engine.dtype",
     "seed": "trainer.seed",
 }
+LORA_SETTINGS = {
+    "LoRA rank": "model.lora_rank",
+    "LoRA alpha": "model.lora_alpha",
+    "modules with LoRA": "model.target_modules",
+    "modules without LoRA": "model.exclude_modules",
+}
 PACKAGES = ("megatrain-verl", "verl", "torch", "transformers")
 
 
@@ -39,13 +45,13 @@ def text(
 
     Args:
         data: per data set what `ChatDataset.description` says, with "name".
-        parameters, trained: of the model, and how many of them are not frozen.
+        parameters, trained: of the model with its adapters, and how many of them are not frozen.
         steps: of the whole run.
     """
-    base = _base_model(config.model.path)
+    base = _base_model(config.model.path) + (" with LoRA adapters" if _has_lora(config) else "")
     share = "all" if trained == parameters else f"{trained:,}"
     front = ModelCardData(
-        library_name="transformers",
+        library_name="peft" if config.checkpoint.get("save_lora_only", False) else "transformers",
         pipeline_tag="text-generation",
         base_model=None if Path(config.model.path).expanduser().exists() else config.model.path,
         tags=["sft", "megatrain_verl", "verl"],
@@ -73,13 +79,17 @@ def _base_model(path: str) -> str:
     return f"Base model {expanded.resolve().name if expanded.exists() else path}"
 
 
+def _has_lora(config: DictConfig) -> bool:
+    return config.model.get("lora_rank", 0) > 0
+
+
 def _data_rows(data: list[dict[str, Any]]) -> Iterable[list[Any]]:
     for entry in data:
         yield [entry["name"], *(f"{entry[name]:,}" for name in ("rows", "dropped", "tokens", "trained"))]
 
 
 def _setting_rows(config: DictConfig) -> Iterable[list[Any]]:
-    for name, option in SETTINGS.items():
+    for name, option in (SETTINGS | (LORA_SETTINGS if _has_lora(config) else {})).items():
         section, key = option.split(".")
         value = config[section][key]
         if option == "data.train_on_prompt":

@@ -1,5 +1,6 @@
 """What is said of a run while it goes: the progress bar, rates of each step, and results of each evaluation."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -54,8 +55,8 @@ class EvaluatingWorker:
         return output
 
     def take_mean_loss(self) -> float:
-        """The mean over all tokens since the last call."""
-        mean = self._loss_sum / max(1, self._tokens)
+        """The mean over all tokens since the last call; not a number without any."""
+        mean = self._loss_sum / self._tokens if self._tokens else math.nan
         self._loss_sum, self._tokens = 0.0, 0
         return mean
 
@@ -75,6 +76,7 @@ class Progress:
         self._step_ended = step_ended
         self._bar: tqdm | None = None
         self._started = 0.0
+        self.seconds = 0.0  # of all steps of this process, with their data, without evaluation and saving
         # Where the data loader stood before the batch that is being trained on; None between two.
         self.position: dict[str, Any] | None = None
 
@@ -97,6 +99,7 @@ class Progress:
     def trained(self, metrics: dict[str, Any], step: int) -> None:
         """Add the rates of the step that has just been trained to its metrics, and show it."""
         seconds = time.perf_counter() - self._started
+        self.seconds += seconds
         tokens, loss = metrics["train/global_tokens"], metrics["train/loss"]
         self._state.trained(step, tokens, loss, metrics["train/grad_norm"])
         self.position = None

@@ -121,7 +121,8 @@ class SFTTrainer(sft_trainer.SFTTrainer):
             plan = self.engine.streaming.plan
             counts = (plan.num_parameters, plan.trained_parameters)
             card = model_card.text(self.config, self._data(), *counts, self.total_training_steps, self.state)
-            (folder / HUGGINGFACE / "README.md").write_text(card, encoding="utf-8")
+            target = ADAPTER if (folder / ADAPTER).is_dir() else HUGGINGFACE
+            (folder / target / "README.md").write_text(card, encoding="utf-8")
         self._saved_step = self.state.step
 
     def read(self, folder: Path) -> None:
@@ -160,7 +161,9 @@ class SFTTrainer(sft_trainer.SFTTrainer):
     def _train(self) -> None:
         """verl's loop, and a checkpoint where it ends before its last step."""
         try:
-            with sft_reports.replaced(tracking=self._make_tracking, progress=self._progress.batches):
+            with sft_reports.replaced(
+                tracking=self._make_tracking, progress=self._progress.batches, seconds=lambda: self._progress.seconds
+            ):
                 super().fit()
         except stopping.Stopped as reason:
             self.stopped = str(reason)

@@ -19,6 +19,8 @@ def test_run_learns_and_a_resumed_one_ends_with_the_same_adapter(tmp_path: Path,
     run = server.train(straight, *options)
     assert run.status == 0, run.printed[-3000:]
     assert run.printed.rstrip().endswith("out/global_step_10/lora_adapter")
+    card = (straight / "out/global_step_10/lora_adapter/README.md").read_text()
+    assert "| LoRA rank | 4 |" in card and "library_name: peft" in card and "| steps | 10 of 10 |" in card
     losses = metrics(straight, "train/loss")
     assert losses[10] < 0.9 * losses[1]
     (straight / "out" / "samples.jsonl").touch()

@@ -70,6 +70,8 @@ def test_rates_and_time_left_are_in_the_bar_and_in_every_log(
     for step, rate in rates.items():
         assert flops[step] == pytest.approx(6 * parameters * rate / 1e12)
         assert tokens[step] / rate < 60  # seconds
+    (seconds,) = re.findall(r"Total time for train steps: ([\d.]+)s", straight.stdout)
+    assert float(seconds) == pytest.approx(sum(tokens[step] / rate for step, rate in rates.items()), abs=0.01)
     assert metrics(folder, "train/total_tokens(B)")[STEPS] == pytest.approx(sum(tokens.values()) / 1e9)
     assert "step:10" in straight.stdout and "train/tokens_per_second:" in straight.stdout
     events = EventAccumulator(str(folder / "out" / "tensorboard"))
