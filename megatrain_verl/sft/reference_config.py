@@ -145,7 +145,7 @@ def _read(file: Path) -> dict[str, Any]:
     settings = {}
     for section, values in sections.items():
         if section == "vlm":
-            raise ValueError(f"{file}: section vlm: vision-language models are not supported")
+            raise ValueError(f"{file}: section vlm is not translated; leave it out and set engine.freeze")
         check_known(section, KEYS, f"section of {file}")
         if not isinstance(values or {}, dict):
             raise ValueError(f"{file}: section {section} must map keys to values, got {values!r}")

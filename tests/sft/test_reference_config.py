@@ -136,7 +136,7 @@ WRONG = {
     "no model": (NEXT.replace("name: Qwen", "dtype: bfloat16 #"), "run_1.yaml.*"),
     "no data": ("model: {name: m}", "run_1.yaml: dataset.name or dataset.path is missing"),
     "steps": (NEXT.replace("num_steps: 200", "num_steps: 3"), "gradient_accumulation_steps must be between 1 and"),
-    "vision": (LLAMA + "vlm: {freeze_projector: true}", "section vlm: vision-language models are not supported"),
+    "vision": (LLAMA + "vlm: {freeze_projector: true}", "section vlm is not translated; leave it out .* engine.freeze"),
     "not YAML": ("model: [", "run_1.yaml is not YAML: .*line 1"),
     "list": ("- model", "run_1.yaml must have the sections model, dataset"),
 }
