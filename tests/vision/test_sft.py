@@ -127,7 +127,7 @@ def test_run_trains_encoder_projector_and_language_model(folder, tmp_path, famil
     assert run.returncode == 0, run.stdout + run.stderr
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["data"]["train/loss"] for line in lines if "train/loss" in line["data"]]
-    assert len(losses) == 8 and losses[-1] < 0.8 * losses[0]
+    assert len(losses) == 8 and losses[-1] < 0.9 * losses[0]
     exported = tmp_path / "out" / "global_step_8" / "huggingface"
     before, after = (
         AutoModelForImageTextToText.from_pretrained(path).state_dict() for path in (tmp_path / "model", exported)
