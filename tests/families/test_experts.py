@@ -7,7 +7,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from megatrain_verl.config import AdamWConfig
 from megatrain_verl.streaming.pass_plan import PassPlan
 from tests import oracle
-from tests.families.configs import family_config
+from tests.families.configs import HYBRID, family_config
 
 LENGTHS = [11, 24, 5, 17, 9]
 WITH_ROUTER_LOSS = ["Mixtral-8x7B", "Qwen3-30B-A3B", "Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B", "GPT-OSS-20B"]
@@ -24,6 +24,8 @@ def plain_router_loss(model, rows):
 @pytest.mark.parametrize("size", [1, 3])
 def test_router_loss_is_that_of_transformers_over_the_whole_step(name, size):
     config = family_config(name, output_router_logits=True, router_aux_loss_coef=0.5)
+    # The recurrence of linear attention adds up rounding errors: see test_training.py.
+    tolerance = 1e-3 if name in HYBRID else 1e-5
     model = oracle.plain_model(config)
     rows = oracle.random_rows(LENGTHS)
     router_loss = plain_router_loss(model, rows)
@@ -37,7 +39,7 @@ def test_router_loss_is_that_of_transformers_over_the_whole_step(name, size):
     norm = torch.stack([parameter.grad.norm() for parameter in plain.values()]).norm()
     for parameter, grad in oracle.engine_gradients(engine).items():
         expected = plain[parameter].grad
-        assert (grad - expected).norm() <= 5e-5 * expected.norm() + 1e-7 * norm, parameter
+        assert (grad - expected).norm() <= tolerance * expected.norm() + 1e-7 * norm, parameter
     engine.close()
 
 
