@@ -31,11 +31,12 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 LIMIT = 120  # seconds for the ranks of one test
 STEPS = 5
+_began = 0.0  # when this rank began with what its test measures
 
 
 @dataclass
 class Ended:
-    """How a rank ended: its result, or its error (class and message), and after how many seconds."""
+    """How a rank ended: its result, or its error (class and message), so many seconds after `_begin`."""
 
     result: object = None
     error: str | None = None
@@ -92,13 +93,19 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # CUDA has not started in this process
-    start = time.monotonic()
+    _begin()
     try:
         group = HostGroup(name, rank, size, timeout=60, patience=patience)
-        sender.send(Ended(work(group, *arguments), seconds=time.monotonic() - start))
+        sender.send(Ended(work(group, *arguments), seconds=time.monotonic() - _began))
     except Exception as error:
         traceback.print_exc()
-        sender.send(Ended(error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - start))
+        sender.send(Ended(error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - _began))
+
+
+def _begin() -> None:
+    """What came before takes no part in `Ended.seconds`: a busy machine is slow to start."""
+    global _began
+    _began = time.monotonic()
 
 
 @dataclass
@@ -182,6 +189,7 @@ def train_until(group: Group, task: Task, what: str, victim: int) -> None:
     """Train; `victim` comes to a bad end in the second step: in `where`, or in its loss."""
     made = engine(task, group)
     train_step(made, 0, 1, task.shares[group.rank])
+    _begin()
     what, _, where = what.partition(" in ")
     if where and group.rank == victim:
         owner, name = PLACES[where](made)

@@ -92,10 +92,10 @@ def test_a_rank_that_waits_for_its_device_is_waited_for_while_that_goes_on() -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "exchange", "AdamW"])
-def test_a_rank_that_hangs_is_named_within_half_a_minute(where: str) -> None:
+def test_a_rank_that_hangs_is_named_within_a_minute(where: str) -> None:
     ended = ranks.run(ranks.train_until, 2, Task(), f"asleep in {where}", 1, victim=1)
     assert "rank 1" in ended[0].error and "stands still" in ended[0].error
-    assert ended[0].seconds < 30  # since it joined the group
+    assert ended[0].seconds < 60  # the patience of 20 s, and what of the step a busy machine takes before
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
