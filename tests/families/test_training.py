@@ -19,7 +19,8 @@ def test_three_steps_equal_plain_adamw(name, size):
     # The recurrence of linear attention adds up rounding errors: plain float32 is 4e-4 away from float64 here.
     tolerance = 1e-3 if name in HYBRID else 1e-5
     # Where a gradient is rounding alone (biases of keys), AdamW without a larger eps makes whole steps of it.
-    settings = AdamWConfig(lr=1e-4 if name in HYBRID else 1e-3, weight_decay=0.1, eps=1e-6)
+    # The step is small, so that rounding in one step is not in the gradients of the next, and the decay large.
+    settings = AdamWConfig(lr=1e-4, weight_decay=1.0, eps=1e-6)
     model = oracle.plain_model(config)
     engine = oracle.make_engine(model, config, settings)
     optimizer = oracle.plain_adamw(model, settings)
@@ -34,5 +35,5 @@ def test_three_steps_equal_plain_adamw(name, size):
         assert engine.optimizer_step() == pytest.approx(norm, rel=tolerance)
     plain = dict(model.named_parameters())
     for parameter, weight in oracle.masters(engine).items():
-        torch.testing.assert_close(weight, plain[parameter].detach(), atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(weight, plain[parameter].detach(), atol=1e-5, rtol=1e-5)
     engine.close()

@@ -57,7 +57,8 @@ def test_checkpoint_with_the_adapter_alone_loads_in_peft_and_resumes(
     merged.load_state_dict(weights(straight))
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "actor" / "lora_adapter")
     assert loaded.peft_config["default"].base_model_name_or_path == lora.path
-    torch.testing.assert_close(logits(loaded), logits(merged), atol=1e-5, rtol=1e-5)
+    expected = logits(merged)  # of sums whose terms are as large as the largest of them
+    torch.testing.assert_close(logits(loaded), expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
     resumed.load_checkpoint(str(tmp_path / "actor"), None, False)
     for engine in (straight, resumed):
         train(engine, batch, actor_loss())

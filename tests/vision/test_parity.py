@@ -11,7 +11,7 @@ from tests.vision import cases
 
 COUNTS = [1, 0, 2]  # images per row
 # Rounding that grows on the way back to the encoder: plain transformers in float32 is as far from itself in float64.
-TOLERANCES = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4, "gemma3": 1e-4}
+TOLERANCES = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4, "gemma3": 3e-4}
 
 SETTINGS = {1: [{}, {"wave_tokens": 150}], 3: [{"checkpoint_interval": 2}]}  # by rows per micro-batch
 ALWAYS = ("qwen3_vl",)  # whose features go furthest into the decoder; the others run all settings with --full
