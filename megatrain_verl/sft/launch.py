@@ -25,7 +25,7 @@ SECONDARY = "RankFailed"
 def run_ranks(train: Callable[..., None], arguments: tuple[Any, ...], devices: list[str]) -> None:
     """`train(*arguments)` in one process per device; returns when all have ended, and leaves none behind.
 
-    A SIGTERM is passed on to all of them.
+    A SIGTERM or SIGINT (Ctrl-C) is passed on to all of them as SIGTERM.
 
     Args:
         train: of a module that can be imported.
@@ -39,7 +39,10 @@ def run_ranks(train: Callable[..., None], arguments: tuple[Any, ...], devices: l
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory() as folder:
-        previous = signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in processes])
+        previous = {
+            number: signal.signal(number, lambda *_: [process.terminate() for process in processes])
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
         try:
             errors = []
             for rank, device in enumerate(devices):
@@ -52,7 +55,8 @@ def run_ranks(train: Callable[..., None], arguments: tuple[Any, ...], devices: l
                 errors.append(receiver)
             order = _wait(processes)
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
             for process in processes:
                 process.kill()
                 process.join()
@@ -82,6 +86,7 @@ def _rank(
     sender: multiprocessing.connection.Connection,
 ) -> None:
     CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent says what follows
     if os.getppid() != parent:  # it has ended meanwhile
         sys.exit(1)
     if rank > 0:  # the first one speaks for all

@@ -1,4 +1,4 @@
-"""Ends of a run before its last step: SIGTERM, and an evaluation loss that does not fall any more."""
+"""Ends of a run before its last step: SIGTERM, Ctrl-C (SIGINT), and an evaluation loss that does not fall any more."""
 
 import os
 import shlex
@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 
 from omegaconf import DictConfig
 
-SIGTERM = "SIGTERM"
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # What the run's command reads from the environment and a new shell may not have.
 ENVIRONMENT = ("VERL_PLATFORM", "CUDA_VISIBLE_DEVICES")
 
@@ -18,25 +18,33 @@ class Stopped(Exception):
 
 
 class Termination:
-    """Inside the block the first SIGTERM is only noted; a second one ends the process as ever."""
+    """Inside the block the first of `SIGNALS` is only noted; a second one ends the process as ever.
+
+    `requested` is its name.
+    """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested: str | None = None
 
     def __enter__(self) -> "Termination":
-        self._previous = signal.signal(signal.SIGTERM, self._note)
+        self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGTERM, self._previous)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(signal.SIGTERM, self._previous)
+        self.requested = signal.Signals(number).name
+        self._restore()
         # Not `print`: the signal may have come in the middle of one.
-        os.write(2, b"\nSIGTERM: the run saves after this step and ends; a second SIGTERM ends it at once\n")
+        text = f"\n{self.requested}: the run saves after this step and ends; a second signal ends it at once\n"
+        os.write(2, text.encode())
 
 
 def resume_command(config: DictConfig, command: list[str], environment: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 from verl.trainer import sft_trainer
 from verl.utils.distributed import destroy_global_process_group
@@ -56,7 +57,15 @@ class SFTTrainer(sft_trainer.SFTTrainer):
     # ------------------------------------------------------------------------------------------------- building
 
     def _build_config(self) -> None:
-        super()._build_config()
+        try:
+            super()._build_config()
+        except InstantiationException as error:
+            if isinstance(error.__cause__, OSError):  # transformers' for a folder without a model, or an unknown name
+                raise ValueError(
+                    f"model.path={self.config.model.path} is no folder of a model, and no model of the hub that can be "
+                    f"loaded: {error.__cause__}"
+                ) from error
+            raise
         options.check_model(self.config, self.model_config.hf_config)
         self.model_config.processor = image_processor(self.model_config)
 
@@ -136,7 +145,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
     # ------------------------------------------------------------------------------------------------- training
 
     def fit(self) -> None:
-        """Train from the checkpoint, if there is one, to the last step, a reason to stop, or SIGTERM."""
+        """Train from the checkpoint, if there is one, to the last step, a reason to stop, SIGTERM or Ctrl-C."""
         folder = Path(self.config.trainer.default_local_dir)
         if self.resume_global_step >= self.total_training_steps or self._stops_early():
             print(f"the run in {folder} has ended at step {self.resume_global_step}")
@@ -215,7 +224,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
                 "look at the loss in the metrics, and for damaged weights in model.path"
             )
         if self._termination.requested:
-            raise stopping.Stopped(stopping.SIGTERM)
+            raise stopping.Stopped(self._termination.requested)
         if self._stops_early():
             raise stopping.Stopped(
                 f"the validation loss was best at step {self.state.best_step} ({self.state.best_loss}), "
@@ -336,5 +345,5 @@ def train(config: DictConfig, command: str) -> None:
             print(f"trained adapter (for peft): {folder / ADAPTER}")
         else:
             print(f"{what}: {folder / HUGGINGFACE}")
-    if trainer.stopped == stopping.SIGTERM:
+    if trainer.stopped in [number.name for number in stopping.SIGNALS]:
         print(trainer.how_to_go_on())

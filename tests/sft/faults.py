@@ -25,13 +25,14 @@ def kill_in_optimizer_step(step: int) -> None:
     HostAdamW.update = killed
 
 
-def sigterm(step: int) -> None:
-    """One SIGTERM in the middle of training step `step`."""
+def send(signal_and_step: list[int]) -> None:
+    """One signal in the middle of a training step."""
+    number, step = signal_and_step
     sent = []
 
     def signal_once(loss: torch.Tensor) -> torch.Tensor:
         if not sent:
-            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+            sent.append(os.kill(os.getpid(), number))
         return loss
 
     _change_loss([step], signal_once)

@@ -34,7 +34,7 @@ def wait_for(run: Run, text: str, seconds: float = 400) -> None:
 
 def test_sigterm_saves_and_the_printed_command_resumes(straight: Path, tmp_path: Path, server: RunServer) -> None:
     copy_inputs(straight, tmp_path)
-    stopped = server.train(tmp_path, "trainer.save_freq=-1", before=("tests.sft.faults.sigterm", 5))
+    stopped = server.train(tmp_path, "trainer.save_freq=-1", before=("tests.sft.faults.send", [signal.SIGTERM, 5]))
     assert stopped.status == 0, stopped.printed[-3000:]
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "5"
     assert "the run ends at step 5: SIGTERM" in stopped.printed
@@ -43,6 +43,14 @@ def test_sigterm_saves_and_the_printed_command_resumes(straight: Path, tmp_path:
     resumed = server.train_with(tmp_path, command[4:])
     assert resumed.status == 0, resumed.printed[-3000:]
     assert_same_run(straight, tmp_path)
+
+
+def test_ctrl_c_saves_as_sigterm_does(straight: Path, tmp_path: Path, server: RunServer) -> None:
+    copy_inputs(straight, tmp_path)
+    stopped = server.train(tmp_path, "trainer.save_freq=-1", before=("tests.sft.faults.send", [signal.SIGINT, 3]))
+    assert stopped.status == 0, stopped.printed[-3000:]
+    assert "the run ends at step 3: SIGINT" in stopped.printed and "to go on: VERL_PLATFORM=cpu" in stopped.printed
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 
 def test_run_killed_in_the_optimizer_step_resumes_to_the_same(

@@ -63,7 +63,7 @@ def test_two_processes_do_the_same_run_and_one_goes_on(tmp_path: Path) -> None:
     assert metrics(folders["two"], "train/loss") == pytest.approx(before, rel=1e-4)
 
 
-def test_a_killed_process_ends_the_run_and_sigterm_saves_it(tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_run_and_sigterm_or_ctrl_c_saves_it(tmp_path: Path) -> None:
     folder = make_inputs(tmp_path / "run")
     endless = ("trainer.devices=[0,1]", "trainer.total_training_steps=100000", "trainer.test_freq=-1")
     run = start(folder, *endless)
@@ -75,9 +75,13 @@ def test_a_killed_process_ends_the_run_and_sigterm_saves_it(tmp_path: Path) -> N
     assert "rank 1" in printed(folder) and "was ended by signal 9" in printed(folder)
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
-    metrics_file(folder).unlink()
-    run = start(folder, *endless)  # at once, in the same folder, from the last checkpoint
-    wait_until_training(folder, run)
-    run.terminate()
-    assert run.wait(120) == 0, printed(folder)[-3000:]
-    assert "to go on: " in printed(folder) and "trainer.devices=[0,1]" in printed(folder)
+    for ctrl_c in (False, True):
+        metrics_file(folder).unlink()
+        run = start(folder, *endless)  # at once, in the same folder, from the last checkpoint
+        wait_until_training(folder, run)
+        for pid in [*ranks_of(run.pid), run.pid] if ctrl_c else []:  # as a terminal does
+            os.kill(pid, signal.SIGINT)
+        if not ctrl_c:
+            run.terminate()
+        assert run.wait(120) == 0, printed(folder)[-3000:]
+        assert "to go on: " in printed(folder) and "trainer.devices=[0,1]" in printed(folder)

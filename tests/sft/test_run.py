@@ -206,6 +206,14 @@ def test_bad_data_ends_the_run_before_the_model_is_loaded(folder: Path, tmp_path
     assert not list((tmp_path / "out").glob("global_step_*"))
 
 
+def test_a_model_that_is_not_there_is_named(folder: Path, tmp_path: Path, server: RunServer) -> None:
+    run = server.train(copy_inputs(folder, tmp_path), "model.path=modle")
+    assert run.status == 1 and "ValueError: model.path=modle is no folder of a model" in run.printed
+    run = server.train_with(tmp_path, [option for option in OPTIONS if not option.startswith("model.path")])
+    assert run.status == 1
+    assert "ValueError: model.path must be the folder or hub name of a model, got None" in run.printed
+
+
 def test_schedule_longer_than_the_run_ends_it_before_the_model_is_loaded(
     folder: Path, tmp_path: Path, server: RunServer
 ) -> None:
