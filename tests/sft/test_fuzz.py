@@ -144,6 +144,14 @@ def test_any_registry_entry(tmp_path: Path, entry: Any) -> None:
         assert "dataset_info.json" in str(error) or str(tmp_path) in str(error), repr(error)
 
 
+@settings(quick, max_examples=150)  # of a dozen keys
+@given(key=st.sampled_from([key for key in KEYS if key != "hf_hub_url"]), value=anything)
+def test_any_value_in_a_registry_entry(tmp_path: Path, key: str, value: Any) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json", key: value}}))
+    (tmp_path / "rows.json").write_bytes(GOOD)
+    use_or_name(tmp_path, str(tmp_path))
+
+
 @quick
 @given(content=st.one_of(st.binary(max_size=60), st.text(alphabet='{}[]",:rows \n', max_size=40).map(str.encode)))
 def test_any_registry(tmp_path: Path, content: bytes) -> None:
@@ -170,11 +178,23 @@ sections = st.fixed_dictionaries(
     content=st.one_of(
         sections.map(lambda given: yaml.safe_dump(given, allow_unicode=True)),
         st.dictionaries(st.sampled_from([*reference_config.KEYS]), wrong).map(yaml.safe_dump),
-        st.text(alphabet="model: name{}[]-\n\t&*!'\"", max_size=40),
     )
 )
 def test_any_configuration(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "run.yaml"
+    translate_or_name(tmp_path / "run.yaml", content)
+
+
+CONFIGURATION = "model: {name: m}\ndataset:\n  name: rows\ntraining:\n  batch_size: 4\n  learning_rate: 1e-5\n"
+
+
+@quick
+@given(start=st.integers(0, 80), cut=st.integers(0, 9), new=st.text(alphabet="{}[]:,-#\n\t&*!%@`'\"\0a1", max_size=5))
+def test_damaged_configuration(tmp_path: Path, start: int, cut: int, new: str) -> None:
+    translate_or_name(tmp_path / "run.yaml", CONFIGURATION[:start] + new + CONFIGURATION[start + cut :])
+
+
+def translate_or_name(file: Path, content: str) -> None:
+    """Hydra understands the overrides that `content` becomes, or the error names `file`."""
     file.write_text(content, encoding="utf-8", errors="surrogatepass")
     try:
         overrides = reference_config.overrides(file)
