@@ -25,6 +25,8 @@ def prepare(config: DictConfig, device: str) -> None:
     trainer.device = device
     registration.refuse_several_hosts(trainer.nnodes)
     _check_ranks(data, trainer)
+    if "wandb" in trainer.logger:
+        _check_wandb()
     if data.dataset:
         _use_registry(data, trainer.seed)
     elif not data.train_files:
@@ -119,6 +121,20 @@ def use_output_folder(config: DictConfig) -> None:
     folder = os.path.abspath(config.trainer.default_local_dir)
     os.environ.setdefault("TENSORBOARD_DIR", os.path.join(folder, "tensorboard"))
     os.environ.setdefault("WANDB_DIR", folder)
+
+
+def _check_wandb() -> None:
+    import wandb  # takes seconds
+
+    try:
+        if wandb.setup().settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False):
+            return
+        reason = "there is no key"
+    except wandb.Error as error:
+        reason = str(error)
+    raise ValueError(
+        f"trainer.logger has wandb, but {reason}: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+    )
 
 
 def _use_registry(data: DictConfig, seed: int) -> None:

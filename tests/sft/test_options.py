@@ -7,6 +7,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+import wandb
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from transformers import Qwen2Config
@@ -110,6 +111,27 @@ def test_rows_longer_than_the_model_takes_are_refused() -> None:
     with pytest.raises(ValueError, match="data.max_length=2048 exceeds the model's max_position_embeddings=1024"):
         options.check_model(config, model)
     options.check_model(run_config("data.max_length=1024", "trainer.device=cpu"), model)
+
+
+@pytest.mark.parametrize(("key", "reason"), [(None, "there is no key"), ("short", "WANDB_API_KEY invalid")])
+def test_wandb_without_a_key_is_refused_at_the_start(
+    key: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    if key is not None:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    config = run_config("trainer.logger=[console,wandb]")
+    try:
+        with pytest.raises(ValueError, match=f"trainer.logger has wandb, but {reason}.*set WANDB_MODE=offline"):
+            options.prepare(config, "cpu")
+        wandb.teardown()  # it has read the environment
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        options.prepare(config, "cpu")
+    finally:
+        wandb.teardown()
 
 
 def test_machine_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
