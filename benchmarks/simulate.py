@@ -24,7 +24,7 @@ from megatrain_verl.config import AdamWConfig, StreamingConfig
 from megatrain_verl.model_sizes import ModelSizes
 from megatrain_verl.resources import GIB, MARGIN
 from megatrain_verl.resources_report import CUDA_CONTEXT, RATES, parse_size, step_seconds
-from megatrain_verl.streaming import activations, attention, device_ring, host_store, pass_plan
+from megatrain_verl.streaming import activations, attention, device_ring, expert_pass, host_store, pass_plan
 from megatrain_verl.streaming.batch import MicroBatch
 from megatrain_verl.streaming.device_plan import device_bytes
 from megatrain_verl.streaming.engine import StreamingEngine
@@ -108,6 +108,12 @@ def all_chunks(
     return iter([tokens] if kept else tokens.chunks(head._chunk_tokens))
 
 
+def equal_parts(index: Tensor, firsts: list[int]) -> list[Tensor]:
+    """In place of the choices of experts, which have no values: every part gets as many."""
+    choices = torch.arange(index.numel(), device="meta")
+    return list(choices.tensor_split(len(firsts)))
+
+
 @contextmanager
 def simulated_gpu(memory: int, ledger: Ledger) -> Iterator[None]:
     """Inside, engines on the device "meta" plan and run as on a GPU with so many bytes."""
@@ -127,6 +133,7 @@ def simulated_gpu(memory: int, ledger: Ledger) -> Iterator[None]:
             (activations, "HostBuffer", HostBytes),
             (pass_plan, "available_bytes", available),
             (TokenHead, "_backward_chunks", all_chunks),
+            (expert_pass, "places_by_part", equal_parts),
             (device_ring, "bind", ledger.uncounted(device_ring.bind)),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
@@ -140,6 +147,7 @@ def simulate(arguments: argparse.Namespace) -> dict[str, Any]:
     config = StreamingConfig(
         resident_layers=0 if arguments.lean else None,
         checkpoint_interval=arguments.checkpoint_interval,
+        expert_parts=arguments.expert_parts,
         host_memory_gb=1e9,
         cpu_threads=1,
     )
@@ -200,6 +208,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--row-tokens", type=int, default=4096)
     parser.add_argument("--micro-batch", type=int, default=2, help="rows")
     parser.add_argument("--checkpoint-interval", type=int, default=1)
+    parser.add_argument("--expert-parts", type=int, default=1, help="parts in which experts are streamed")
     parser.add_argument("--reference", action="store_true", help="a reference policy for a KL term")
     parser.add_argument("--lean", action="store_true", help="resident_layers=0: the least memory")
     parser.add_argument("--json", action="store_true")

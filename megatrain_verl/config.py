@@ -33,6 +33,10 @@ class StreamingConfig:
     # are neither sent nor computed again. None: as many as are worth it and fit into the free device memory when a step
     # starts, with the gradients of several waves of micro-batches too if that is faster. 0: lean, the least memory.
     resident_layers: int | None = None
+    # Parts in which the experts of a mixture layer are streamed. 1: a layer is on the device as a whole. More parts
+    # need less device memory; attention of such a layer runs once more in the backward pass. Then resident_layers is 0,
+    # and there is one process only.
+    expert_parts: int = 1
     # Share of the device's memory that the engine plans to use, if that much is free; what streaming needs at least may
     # be more. The RL actor takes the rollout's: in training it uses what a sleeping vLLM has released, no more.
     gpu_memory_utilization: float = 0.95
@@ -77,6 +81,7 @@ class StreamingConfig:
         _one_of("attn_implementation", self.attn_implementation, ATTENTION_IMPLEMENTATIONS)
         _one_of("optimizer_backend", self.optimizer_backend, OPTIMIZER_BACKENDS)
         _at_least("checkpoint_interval", self.checkpoint_interval, 1)
+        _at_least("expert_parts", self.expert_parts, 1)
         _at_least("num_grad_slabs", self.num_grad_slabs, 1)
         _at_least("head_chunk_tokens", self.head_chunk_tokens, 1)
         if isinstance(self.freeze, str):
@@ -86,6 +91,13 @@ class StreamingConfig:
                 _at_least(name, getattr(self, name), 1)
         if self.resident_layers is not None:
             _at_least("resident_layers", self.resident_layers, 0)
+        if self.expert_parts > 1:
+            if self.resident_layers or self.checkpoint_interval > 1:
+                raise ValueError(
+                    f"expert_parts={self.expert_parts} keeps no layer on the device and every layer's input: leave "
+                    "resident_layers and checkpoint_interval out"
+                )
+            self.resident_layers = 0
         if self.device_activation_gb is not None and not self.device_activation_gb >= 0:
             raise ValueError(f"device_activation_gb must be >= 0 or null, got {self.device_activation_gb}")
         if not 0 < self.gpu_memory_utilization <= 1:

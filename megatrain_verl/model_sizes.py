@@ -34,6 +34,10 @@ class ModelSizes:
     # Of `layer_sizes` and `edge_sizes`, what is trained.
     trained_layer_sizes: tuple[int, ...]
     trained_edge_sizes: tuple[int, ...]
+    # Of `layer_sizes`, the routed experts, whose number is `num_experts`; 0 in a dense layer or model.
+    expert_sizes: tuple[int, ...]
+    trained_expert_sizes: tuple[int, ...]
+    num_experts: int
 
     @property
     def unit_sizes(self) -> tuple[int, ...]:
@@ -90,11 +94,19 @@ class ModelSizes:
                 trained_embedding,
                 _count(model, trained=True) - sum(trained) - trained_embedding,
             ),
+            expert_sizes=tuple(_count_experts(layer) for layer in layers),
+            trained_expert_sizes=tuple(_count_experts(layer, trained=True) for layer in layers),
+            num_experts=num_experts(text),
         )
 
 
 def _count(module: nn.Module, *, trained: bool = False) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad or not trained)
+
+
+def _count_experts(layer: nn.Module, *, trained: bool = False) -> int:
+    experts = (parameter for name, parameter in layer.named_parameters() if in_experts(name))
+    return sum(parameter.numel() for parameter in experts if parameter.requires_grad or not trained)
 
 
 def _build(config: PretrainedConfig) -> nn.Module:
@@ -108,11 +120,20 @@ def _build(config: PretrainedConfig) -> nn.Module:
     raise ValueError(f"transformers has no decoder for model_type {config.model_type!r}")
 
 
+def in_experts(name: str) -> bool:
+    """Whether a parameter of this name in its layer is one of the routed experts: modules called `experts`."""
+    return ".experts." in f".{name}"
+
+
+def num_experts(text: PretrainedConfig) -> int:
+    """Routed experts of a mixture layer; 0 in a dense model."""
+    return next((getattr(text, name) for name in EXPERT_COUNTS if getattr(text, name, None)), 0)
+
+
 def expert_share(text: PretrainedConfig) -> float:
     """The part of the experts that a token passes; 1 for a dense model."""
-    experts = next((getattr(text, name) for name in EXPERT_COUNTS if getattr(text, name, None)), None)
-    chosen = experts_per_token(text)
-    return 1.0 if experts is None or not chosen else chosen / experts
+    experts, chosen = num_experts(text), experts_per_token(text)
+    return chosen / experts if experts and chosen else 1.0
 
 
 def experts_per_token(text: PretrainedConfig) -> int:
@@ -121,9 +142,9 @@ def experts_per_token(text: PretrainedConfig) -> int:
 
 
 def active_parameters(layer: nn.Module, share: float) -> int:
-    """Parameters of a decoder layer that a token passes; routed experts are modules called `experts`."""
+    """Parameters of a decoder layer that a token passes."""
     return sum(
-        round(parameter.numel() * share) if ".experts." in f".{name}" else parameter.numel()
+        round(parameter.numel() * share) if in_experts(name) else parameter.numel()
         for name, parameter in layer.named_parameters()
     )
 

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
@@ -77,7 +77,12 @@ def report(arguments: argparse.Namespace, rates: Rates = RATES) -> dict[str, obj
     target = "all-linear" if modules == ["all-linear"] else modules
     lora = LoraSettings(arguments.lora_rank, target_modules=target) if arguments.lora_rank else None
     sizes, model_type = read_sizes(arguments.model, lora)
-    config = StreamingConfig(dtype=arguments.dtype, checkpoint_interval=arguments.checkpoint_interval)
+    if arguments.expert_parts > max(1, sizes.num_experts):
+        raise ValueError(
+            f"--expert-parts {arguments.expert_parts}: a layer of this model has {sizes.num_experts} experts"
+        )
+    options = {"checkpoint_interval": arguments.checkpoint_interval, "expert_parts": arguments.expert_parts}
+    config = StreamingConfig(dtype=arguments.dtype, **options)
     # Without its adapters the model is the reference.
     host = HostPlan.of(sizes, config, trainable=True, reference=arguments.reference and lora is None)
     batch = plan_batch(sizes, config, arguments)
@@ -106,7 +111,7 @@ def report(arguments: argparse.Namespace, rates: Rates = RATES) -> dict[str, obj
     }
     if arguments.rollout == "vllm":
         result["vllm_weight_bytes"] = 2 * sizes.num_parameters
-    result["what_to_change"] = list(_advice(result, host, arguments, config))
+    result["what_to_change"] = list(_advice(result, host, arguments, config, sizes))
     return result
 
 
@@ -147,10 +152,24 @@ def step_seconds(sizes: ModelSizes, tokens: int, rates: Rates) -> dict[str, floa
 
 def _moving_bytes(sizes: ModelSizes, config: StreamingConfig, micro_batch: int, step: int) -> int:
     parts = device_bytes(sizes, config, micro_batch, step)
-    return parts["workspace"] + parts["hidden states"] + parts["recomputed inputs"]
+    return parts["workspace"] + parts["hidden states"] + parts["recomputed inputs"] + parts.get("inputs of experts", 0)
 
 
-def _advice(result: dict, host: HostPlan, arguments: argparse.Namespace, config: StreamingConfig) -> Iterator[str]:
+def _more_parts(result: dict, room: int, config: StreamingConfig, sizes: ModelSizes) -> Iterator[str]:
+    """What the engine needs of `room` bytes with the first number of parts with which it fits, or the largest."""
+    tokens = result["batch"]["micro_batch_tokens"], result["batch"]["tokens_per_step"]
+    parts = 2 * config.expert_parts
+    while parts <= sizes.num_experts and config.checkpoint_interval == 1:
+        needed = sum(device_bytes(sizes, replace(config, resident_layers=0, expert_parts=parts), *tokens).values())
+        if needed <= room or 2 * parts > sizes.num_experts:
+            yield f"GPU memory: with expert_parts={parts} the engine needs {needed / GIB:.1f} of {room / GIB:.1f} GiB"
+            return
+        parts *= 2
+
+
+def _advice(
+    result: dict, host: HostPlan, arguments: argparse.Namespace, config: StreamingConfig, sizes: ModelSizes
+) -> Iterator[str]:
     if result["model_type"] not in CONFIG_MAPPING:
         yield f"transformers has no model_type {result['model_type']}: the figures are those of a Llama of its shape"
     if not result["trained_by_this_version"]:
@@ -164,6 +183,8 @@ def _advice(result: dict, host: HostPlan, arguments: argparse.Namespace, config:
         if "reference" in host.bytes_by_kind:
             yield f"without a KL term: {host.bytes_by_kind['reference'] / GIB:.1f} GiB less host memory"
     if not result["fits"]["gpu"]:
+        others = sum(result["gpu_bytes"].get(part, 0) for part in ("CUDA context", "vLLM asleep"))
+        yield from _more_parts(result, arguments.gpu_memory - others, config, sizes)
         yield "GPU memory: lower --seq-len or head_chunk_tokens; slots and accumulators follow from the largest layer"
     if result.get("vllm_weight_bytes", 0) > arguments.gpu_memory:
         yield f"vLLM awake: {result['vllm_weight_bytes'] / 1e9:,.0f} GB of bfloat16 weights do not fit on the GPU"
@@ -214,6 +235,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--lora-target-modules", default="all-linear", help="or names, separated by commas")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--checkpoint-interval", type=int, default=1)
+    parser.add_argument("--expert-parts", type=int, default=1, help="parts in which experts are streamed")
     parser.add_argument("--json", action="store_true")
     return parser
 

@@ -24,15 +24,18 @@ class Rates:
 
 
 class Sizes(Protocol):
-    """What planning needs of a model: elements per layer, of embedding, head and vision part, and of the largest of
-    these in each device slot; the trained ones; whether embedding and head are one; parameters of all layers that a
-    token passes; widths.
+    """What planning needs of a model: elements per layer, of the experts in it, of embedding, head and vision part, and
+    of the largest of these in each device slot; the trained ones; how many experts a layer has; whether embedding and
+    head are one; parameters of all layers that a token passes; widths.
     """
 
     layer_sizes: tuple[int, ...]
     edge_sizes: tuple[int, ...]
+    expert_sizes: tuple[int, ...]
     trained_layer_sizes: tuple[int, ...]
     trained_edge_sizes: tuple[int, ...]
+    trained_expert_sizes: tuple[int, ...]
+    num_experts: int
     slot_sizes: dict[str, int]
     trained_slot_sizes: dict[str, int]
     tied: bool
@@ -61,16 +64,16 @@ def device_bytes(
     micro-batch and one chunk of the head. Images are not counted: neither pixels and features nor the encoder's graph.
     """
     itemsize = DTYPES[config.dtype].itemsize
-    layer = max(sizes.layer_sizes)
+    layer, experts = _pieces(sizes, config.expert_parts)
     compact = config.resident_layers == 0 and not sizes.tied  # embedding and head lie over the layers
 
     def with_others(layers: int, slots: dict[str, int]) -> int:
         edge, apart = slots["edge"], sum(slots.values()) - slots["edge"]
         return (max(layers, edge) if compact else layers + edge) + apart
 
-    parts = {"weight slots": itemsize * with_others(layer_slots * layer, sizes.slot_sizes)}
+    parts = {"weight slots": itemsize * with_others(layer_slots * layer + 2 * experts, sizes.slot_sizes)}
     if training:
-        trained_layer, trained_slots = max(sizes.trained_layer_sizes), sizes.trained_slot_sizes
+        trained_layer, trained_slots = _largest_trained(sizes, config.expert_parts), sizes.trained_slot_sizes
         largest = max(trained_layer, *trained_slots.values())
         everything = sum(sizes.trained_layer_sizes) + sum(sizes.trained_edge_sizes)
         accumulated = everything if resident_gradients else with_others(2 * trained_layer, trained_slots)
@@ -78,17 +81,35 @@ def device_bytes(
         if config.host_grad_dtype != "float32":
             parts["gradient staging"] = itemsize * min(STAGING_ELEMENTS, largest)
         if config.device_adamw is not False:
-            elements = min(CHUNK_ELEMENTS, largest)
+            elements = min(CHUNK_ELEMENTS, max(*sizes.trained_layer_sizes, *trained_slots.values()))
             state = arena_dtypes(config, trainable=True, reference=False)
             parts["AdamW staging"] = LANES * elements * sum(dtype.itemsize for dtype in state.values())
     row = sizes.hidden_size * itemsize
+    if experts:
+        # What the experts get; float32 sums of what they return, or of the gradients of what they get.
+        parts["inputs of experts"] = pass_tokens * (row + 4 * sizes.hidden_size)
     parts["hidden states"] = (pass_tokens + micro_batch_tokens) * row
     if training:
         parts["recomputed inputs"] = (config.checkpoint_interval - 1) * pass_tokens * row
     parts["workspace"] = max(
-        _layer_workspace(sizes, micro_batch_tokens, itemsize, training), _head_workspace(sizes, config, itemsize)
+        _layer_workspace(sizes, config, micro_batch_tokens, training), _head_workspace(sizes, config, itemsize)
     )
     return parts
+
+
+def _pieces(sizes: Sizes, parts: int, *, trained: bool = False) -> tuple[int, int]:
+    """Elements of the largest layer and 0; with several parts, of the largest dense part and of the largest other."""
+    layers, experts = sizes.layer_sizes, sizes.expert_sizes
+    if trained:
+        layers, experts = sizes.trained_layer_sizes, sizes.trained_expert_sizes
+    if parts == 1:
+        return max(layers), 0
+    dense = max(layer - inside for layer, inside in zip(layers, experts, strict=True))
+    return dense, max(experts) // sizes.num_experts * math.ceil(sizes.num_experts / parts)
+
+
+def _largest_trained(sizes: Sizes, parts: int) -> int:
+    return max(_pieces(sizes, parts, trained=True))
 
 
 def input_bytes(sizes: Sizes, config: StreamingConfig, tokens: int) -> int:
@@ -97,7 +118,7 @@ def input_bytes(sizes: Sizes, config: StreamingConfig, tokens: int) -> int:
     return kept * tokens * sizes.hidden_size * DTYPES[config.dtype].itemsize
 
 
-def _layer_workspace(sizes: Sizes, tokens: int, itemsize: int, training: bool) -> int:
+def _layer_workspace(sizes: Sizes, config: StreamingConfig, tokens: int, training: bool) -> int:
     # Tensors that one decoder layer holds at once per token, in units of the hidden and intermediate size: counted in
     # the transformers layers of Llama and Qwen with SDPA, rounded up.
     hidden, intermediate = sizes.hidden_size, sizes.intermediate_size
@@ -105,8 +126,8 @@ def _layer_workspace(sizes: Sizes, tokens: int, itemsize: int, training: bool) -
     # A mixture holds a row for each expert of a token: gathered inputs, outputs, weighted outputs, and in training the
     # gradient of each.
     per_token += (6 if training else 3) * sizes.experts_per_token * hidden
-    largest = max(sizes.trained_layer_sizes)
-    return itemsize * (tokens * per_token + (largest if training else 0))  # the gradients autograd returns
+    returned = _largest_trained(sizes, config.expert_parts) if training else 0  # the gradients autograd returns
+    return DTYPES[config.dtype].itemsize * (tokens * per_token + returned)
 
 
 def _head_workspace(sizes: Sizes, config: StreamingConfig, itemsize: int) -> int:

@@ -6,6 +6,9 @@ sent twice while the weights stay the same. One more slot holds the embedding at
 head at its end (for tied models both at once); the encoder of images is in it before the embedding, and its projector
 in a slot of its own. Nothing is unflattened or copied on the device.
 
+Of a layer whose experts are streamed in parts, a layer slot holds the dense part. The parts with experts take turns in
+two expert slots, in forward order.
+
 `compact` slots save that last one: it lies over the layer slots, and embedding, layers and head use the memory in turn.
 """
 
@@ -20,7 +23,7 @@ from transformers import PreTrainedModel
 from megatrain_verl.streaming import unpacked_rows
 from megatrain_verl.streaming.adapters import enable_adapters
 from megatrain_verl.streaming.model_plan import ModelPlan
-from megatrain_verl.streaming.model_units import UnitPlan
+from megatrain_verl.streaming.model_units import Range, UnitPlan
 from megatrain_verl.streaming.streams import Event, Streams
 from megatrain_verl.streaming.vision_plan import bind_vision
 
@@ -61,30 +64,37 @@ class DeviceRing:
         compact: bool = False,
     ) -> None:
         self._streams, self._counters, self._has_adapters = streams, counters, plan.lora is not None
-        largest = max(unit.numel for unit in plan.layers)
+        largest = max(unit.pieces[0].numel for unit in plan.layers)
+        experts = [part for unit in plan.layers for part in unit.parts[1:]]
+        expert_slots = 2 if experts else 0
+        largest_part = max((part.numel for part in experts), default=0)
 
         sizes = dict(plan.slot_sizes)
-        layers, edge = num_layer_slots * largest, sizes.pop("edge")
+        layers, edge = num_layer_slots * largest + expert_slots * largest_part, sizes.pop("edge")
         memory = torch.zeros(max(layers, edge) if compact else layers + edge, dtype=dtype, device=device)
-        parts = memory[:layers].split(largest)
-        self.layer_slots = [Slot(f"layer slot {index}", part) for index, part in enumerate(parts)]
+        parts = memory[:layers].split([largest] * num_layer_slots + [largest_part] * expert_slots)
+        names = [f"layer slot {index}" for index in range(num_layer_slots)]
+        names += [f"expert slot {index}" for index in range(expert_slots)]
+        in_turn = [Slot(name, part) for name, part in zip(names, parts, strict=True)]
+        self.layer_slots, self.expert_slots = in_turn[:num_layer_slots], in_turn[num_layer_slots:]
         edge_slot = Slot("edge slot", memory[:edge] if compact else memory[layers:])
         if compact:
-            edge_slot.overlapping = self.layer_slots
-            for slot in self.layer_slots:
+            edge_slot.overlapping = in_turn
+            for slot in in_turn:
                 slot.overlapping = [edge_slot]
         others = {"edge": edge_slot}
         for name, numel in sizes.items():
             others[name] = Slot(f"{name} slot", torch.zeros(numel, dtype=dtype, device=device))
         self._slots = {unit.name: others[unit.slot] for unit in plan.units}
         self._slots |= {unit.name: self.layer_slots[i % num_layer_slots] for i, unit in enumerate(plan.layers)}
-        self._all_slots = [*self.layer_slots, *others.values()]
+        self._slots |= {part.name: self.expert_slots[i % 2] for i, part in enumerate(experts)}
+        self._all_slots = [*in_turn, *others.values()]
         # A layer's spans are the same in every layer of its structure group, so any layer of the group will do.
-        self._templates: dict[tuple[int, str], nn.Module] = {}
-        for unit in plan.layers:
-            key = (unit.structure, self._slots[unit.name].name)
+        self._templates: dict[tuple[int, str, int], nn.Module] = {}
+        for piece in (piece for unit in plan.layers for piece in unit.pieces):
+            key = self._template_key(piece)
             if key not in self._templates:
-                self._templates[key] = bind(plan.structures[unit.structure], unit, self._slots[unit.name].buffer)
+                self._templates[key] = bind(plan.structures[piece.structure], piece, self.slot(piece).buffer)
                 if plan.router_loss is not None:
                     plan.router_loss.record(self._templates[key])
         head_views = views(plan.head, self.slot(plan.head).buffer)
@@ -119,7 +129,11 @@ class DeviceRing:
         return self._slots[unit.name]
 
     def load(self, unit: UnitPlan, source: Tensor) -> None:
-        """Start the transfer of `source` (host arena of `unit`) into its slot; nothing if it is already there."""
+        """Start the transfer of `unit` from its host arena `source` into its slot; nothing if it is already there.
+
+        `unit` may be a part of a layer, whose whole arena `source` is.
+        """
+        ranges = unit.ranges()
         slot = self.slot(unit)
         if slot.unit == unit.name:
             return
@@ -128,8 +142,8 @@ class DeviceRing:
                 self._streams.weight.wait(each.free, f"{each.name} free")
         for each in slot.overlapping:
             each.unit = None
-        self._streams.weight.run(partial(_copy, slot.buffer, source))
-        self._counters.h2d_bytes += source.nbytes
+        self._streams.weight.run(partial(_copy, slot.buffer, source, ranges))
+        self._counters.h2d_bytes += source.itemsize * sum(each.numel for each in ranges)
         slot.ready = self._streams.weight.record()
         slot.unit = unit.name
 
@@ -141,8 +155,11 @@ class DeviceRing:
             slot.ready = None
 
     def layer(self, unit: UnitPlan) -> nn.Module:
-        """The template that runs a decoder layer, between `use` and `done`."""
-        return self._templates[unit.structure, self.slot(unit).name]
+        """The template that runs a decoder layer or its part, between `use` and `done`."""
+        return self._templates[self._template_key(unit.pieces[0])]
+
+    def _template_key(self, piece: UnitPlan) -> tuple[int, str, int]:
+        return piece.structure, self.slot(piece).name, piece.numel
 
     def done(self, unit: UnitPlan) -> None:
         """The work appended to the compute stream so far has used the weights of `unit`."""
@@ -160,8 +177,8 @@ def views(unit: UnitPlan, buffer: Tensor) -> dict[str, Tensor]:
 
 
 def bind(template: nn.Module, unit: UnitPlan, buffer: Tensor) -> nn.Module:
-    """A copy of `template` (on the meta device) whose parameters are views into `buffer`."""
-    module = copy.deepcopy(template)
+    """What computes with `unit` in a copy of `template` (on the meta device), its parameters as views into `buffer`."""
+    module = unit.module_of(copy.deepcopy(template))
     trainable = {span.local: span.trainable for span in unit.spans}
     for local, view in views(unit, buffer).items():
         path, _, name = local.rpartition(".")
@@ -170,7 +187,8 @@ def bind(template: nn.Module, unit: UnitPlan, buffer: Tensor) -> nn.Module:
     return module
 
 
-def _copy(slot: Tensor, source: Tensor) -> None:
+def _copy(slot: Tensor, source: Tensor, ranges: list[Range]) -> None:
     # Through `data`: autograd must not take the refill for a change of a weight that it keeps for a backward pass. By
     # then the slot holds the same weights again.
-    slot.data[: source.numel()].copy_(source, non_blocking=True)
+    for arena, device, numel in ranges:
+        slot.data[device : device + numel].copy_(source[arena : arena + numel], non_blocking=True)

@@ -73,7 +73,7 @@ class StreamingEngine:
     ) -> None:
         check_available(config.attn_implementation, config.dtype, device)
         self.config, self.model_config, self.device, self.group = config, model_config, device, group
-        self.plan = plan_model(model_config, config.freeze, lora)
+        self.plan = plan_model(model_config, config.freeze, lora, config.expert_parts)
         check_layers(config.attn_implementation, self.plan.structures)
         trainable, copies = optimizer is not None, keep_reference and lora is None
         self.host_plan = HostPlan.of(self.plan, config, trainable=trainable, reference=copies, ranks=group.size)
@@ -199,10 +199,10 @@ class StreamingEngine:
         inputs = (self.plan.hidden_size, DTYPES[self.config.dtype], self.device)
         return ActivationStore(self.streams, layers, tokens, *inputs, plan.input_bytes, self._spill_area.reserve)
 
-    def _load(self, unit: UnitState) -> None:
+    def _load(self, unit: UnitState, part: int = 0) -> None:
         """Start the transfer of a unit's weights, which waits for that unit's AdamW, and for no other's."""
         self._wait_updated(unit, "transfer")
-        self._ring.load(unit.plan, unit.source(reference=self._reads_reference))
+        self._ring.load(unit.plan.pieces[part], unit.source(reference=self._reads_reference))
 
     def _check(self, micro_batches: list[MicroBatch]) -> None:
         limit = self.config.max_seq_len or self.plan.config.get_text_config().max_position_embeddings

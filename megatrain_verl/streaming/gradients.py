@@ -86,6 +86,8 @@ class GradientPath:
         self._waves_left = 0  # of this call, in the rank that sends most often
         self._finished: list[UnitState] = []  # units of this wave, in the order in which they were finished
         self._position = {unit.plan.name: position for position, unit in enumerate(state.units)}
+        pieces = [piece.name for unit in state.units for piece in unit.plan.pieces]
+        self._square_of = {name: position for position, name in enumerate(pieces)}
         self._slabs: list[Slab] = []
         self._slab_uses = 0
         # Do the arenas hold gradients that were neither zeroed nor used, and were some added on the host?
@@ -107,7 +109,7 @@ class GradientPath:
             self._streams.host_wait(self._streams.grad.record(), "gradients sent")
             self.release_device()
         self._resident = resident
-        largest = max(unit.trained for unit in self._plan.layers)
+        largest = max(piece.trained for unit in self._plan.layers for piece in unit.pieces)
         sizes = self._plan.trained_slot_sizes
         if resident:
             self._accumulators = {
@@ -119,7 +121,7 @@ class GradientPath:
         dtype = self._state.grad_dtype
         converted = 0 if dtype is torch.float32 else min(STAGING_ELEMENTS, max(largest, *sizes.values()))
         self._staging = torch.empty(converted, dtype=dtype, device=device)
-        self._squares = torch.zeros(len(self._state.units), dtype=torch.float64, device=device)
+        self._squares = torch.zeros(len(self._square_of), dtype=torch.float64, device=device)
         self._register = device == "cuda"
         self._visits = 0
         if device == "cuda":
@@ -175,12 +177,12 @@ class GradientPath:
         self._zeroes, self._sends, self._finished = first or not self._resident, last or not self._resident, []
         self._on_landing = on_landing if last and not self.pending else None
 
-    def begin(self, unit: UnitState) -> Accumulator | None:
+    def begin(self, unit: UnitState, part: int = 0) -> Accumulator | None:
         """The accumulator for `unit`, zeroed if it starts a sum; the compute stream waits until it may be used.
 
-        None for a frozen unit.
+        For a layer in parts it is that of one part, of which number 0 comes last. None for what is frozen.
         """
-        if unit.grad is None:
+        if unit.plan.pieces[part].trained == 0:
             return None
         accumulator = self._accumulator(unit)
         if self._zeroes:
@@ -190,27 +192,29 @@ class GradientPath:
             self._streams.compute.run(accumulator.buffer.zero_)
         return accumulator
 
-    def finish(self, unit: UnitState, accumulator: Accumulator | None) -> None:
-        """The wave's gradient of `unit` is complete: send the sum to the host, if no other wave adds to it."""
+    def finish(self, unit: UnitState, accumulator: Accumulator | None, part: int = 0) -> None:
+        """The wave's gradient of `unit` or its `part` is complete: send it to the host, if no other wave adds to it."""
         if accumulator is None or not self._sends:
             return
         self._finished.append(unit)
-        gradient = accumulator.buffer[: unit.plan.trained]
-        position = self._position[unit.plan.name]
-        square, arena = self._squares[position], self._state.parts[position].grad
+        piece = unit.plan.pieces[part]
+        gradient, arena = accumulator.buffer[: piece.trained], self._state.parts[self._position[unit.plan.name]].grad
+        square = self._squares[self._square_of[piece.name]]
         if self._exchange is None:
             self._streams.compute.run(lambda: square.copy_(_sum_of_squares(gradient)))
         self._streams.grad.wait(self._streams.compute.record(), f"{accumulator.name} complete")
         if self._exchange is not None:
             gradient = self._exchange.reduce(gradient)
             self._streams.grad.run(lambda: square.copy_(_sum_of_squares(gradient)))
-        if self.pending:
-            self._send_through_slabs(gradient, arena)
-        else:
-            self._streams.grad.run(partial(_send, gradient, arena, self._staging))
+        for start, device, numel in piece.trained_ranges():  # of a group's rank there is less than that of both
+            sent, target = gradient[device : device + numel], arena[start : start + numel]
+            if self.pending:
+                self._send_through_slabs(sent, target)
+            else:
+                self._streams.grad.run(partial(_send, sent, target, self._staging))
+            self._counters.d2h_bytes += target.nbytes
         accumulator.free = self._streams.grad.record()
-        self._counters.d2h_bytes += arena.nbytes
-        if self._on_landing is not None:
+        if part == 0 and self._on_landing is not None:
             self._on_landing(unit, accumulator.free)
 
     def end_wave(self) -> None:

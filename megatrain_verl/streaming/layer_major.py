@@ -23,8 +23,9 @@ from megatrain_verl.streaming.compiling import MaybeCompiled, leave_out_experts
 from megatrain_verl.streaming.device_batch import DeviceBatch
 from megatrain_verl.streaming.device_ring import DeviceRing
 from megatrain_verl.streaming.dropout import dropout_seed, seeded
+from megatrain_verl.streaming.expert_pass import ExpertPass
 from megatrain_verl.streaming.gradients import Accumulator, GradientPath, gradient_views
-from megatrain_verl.streaming.host_store import ParameterState, UnitState
+from megatrain_verl.streaming.host_store import ParameterState
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.pass_plan import PassPlan
 from megatrain_verl.streaming.router_loss import RouterBalance, RouterLoss
@@ -52,7 +53,7 @@ class LayerMajorPass:
         plan, state: the model and its host arenas.
         streams, ring, head: the queues and the device's buffers.
         functions: what runs for every layer and micro-batch.
-        load: starts the transfer of a unit's weights.
+        load: starts the transfer of a unit's weights, or of its part with the number given.
         prepare: for each micro-batch, work that makes its `DeviceBatch`.
         first: number of the first micro-batch in its step.
         dropout_key: names the dropout masks of this pass, see `dropout_seed`; None where nothing is drawn.
@@ -68,7 +69,7 @@ class LayerMajorPass:
         ring: DeviceRing,
         head: TokenHead,
         functions: DeviceFunctions,
-        load: Callable[[UnitState], None],
+        load: Callable[..., None],
         prepare: list[Callable[[], DeviceBatch]],
         first: int,
         dropout_key: tuple[int, int, int] | None,
@@ -92,6 +93,8 @@ class LayerMajorPass:
         self.balances: list[RouterBalance] = []  # that of `forward_backward`, where the model has such a loss
         self._saved: dict[int, tuple[int, int]] = {}  # layer -> bytes that autograd saved, of so many tokens; on CUDA
         self.outputs: list[TokenOutputs] = []
+        lists = (self._hidden, self._grad)
+        self._experts = ExpertPass(self._layers, streams, ring, load, functions.add, self._call, *lists)
         self._vision: VisionPass | None = None
         if plan.vision is not None:
             shared = (state, streams, ring, load, self._batches, with_images, first, dropout_key, device)
@@ -149,6 +152,7 @@ class LayerMajorPass:
 
         templates = self._visit([layer for layer, _ in visits], lambda layer: inputs.prefetch(layer, self._count))
         for (_, is_backward), (layer, template) in zip(visits, templates, strict=True):
+            self._experts.backward(layer, template, gradients, inputs, self._count)
             accumulator = gradients.begin(self._layers[layer]) if is_backward else None
             for m in range(self._count):
                 if layer >= kept_from:
@@ -196,6 +200,7 @@ class LayerMajorPass:
                 if inputs is not None and layer % interval == 0:
                     inputs.keep(layer, m, partial(self._hidden.__getitem__, m))
                 self._run(self._do_layer, m, layer, template)
+            self._experts.forward(layer, self._count)
         if not self._tied:
             self._load(self._head)
 
@@ -244,6 +249,7 @@ class LayerMajorPass:
     @torch.no_grad()
     def _do_layer(self, m: int, layer: int, template: nn.Module) -> None:
         self._hidden[m] = self._call(m, layer, template, self._hidden[m])
+        self._experts.do_note(m, layer, template)
         if self._balance is not None:
             self._balance.add(self._balance.logits(template))
 
@@ -309,16 +315,17 @@ class LayerMajorPass:
         self._hidden[m] = None
 
     def _do_layer_backward(self, m: int, layer: int, template: nn.Module, accumulator: Accumulator | None) -> None:
-        totals = gradient_views(self._layers[layer].plan, accumulator)
+        totals = gradient_views(self._layers[layer].plan.pieces[0], accumulator)
         parameters = [template.get_parameter(local) for local in totals]
         hidden, output, logits = self._graphs.pop((layer, m))
         if self._vision is not None:
             self._vision.do_take_output_gradient(m, layer, self._grad[m])
-        outputs, seeds = [output], [self._grad[m]]
+        inner, inner_grads = self._experts.do_gradients(m, layer, template)
+        outputs, seeds = [output, *inner], [self._grad[m], *inner_grads]
         if logits is not None:
             with torch.enable_grad():
                 outputs.append(self._balance.part(logits))
-            seeds.append(torch.ones_like(outputs[1]))
+            seeds.append(torch.ones_like(outputs[-1]))
         self._grad[m], *grads = torch.autograd.grad(outputs, [hidden, *parameters], seeds, allow_unused=True)
         used = [(total, grad) for total, grad in zip(totals.values(), grads, strict=True) if grad is not None]
         if used:

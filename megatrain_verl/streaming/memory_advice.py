@@ -105,6 +105,14 @@ def _savings(
         kept = micro_batch * sizes.vocab_size * itemsize if plan.keep_logit_gradients else 0
         kept += plan.kept_layers * wave * max(0.0, saved - sizes.hidden_size * itemsize)
         savings["resident_layers=0"] = _fixed_bytes(sizes, config, plan) - lean + kept
+    parts = min(2 * config.expert_parts, sizes.num_experts)
+    if parts > config.expert_parts and config.checkpoint_interval == 1:
+        lean, split = replace(config, resident_layers=0), replace(config, resident_layers=0, expert_parts=parts)
+        before, after = (
+            sum(device_bytes(sizes, each, micro_batch, wave, training=plan is not None).values())
+            for each in (lean, split)
+        )
+        savings[f"expert_parts={parts} (with one process; experts of a layer are streamed in parts)"] = before - after
     if plan is not None and plan.input_bytes > 0:
         share = 1 - plan.kept_layers / len(sizes.layer_sizes)
         on_device = min(plan.input_bytes, share * input_bytes(sizes, config, wave))

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 
 from megatrain_verl import model_sizes
 from megatrain_verl.config import LoraSettings
+from megatrain_verl.model_sizes import in_experts
 from megatrain_verl.streaming import attention, vision_plan
 from megatrain_verl.streaming.adapters import Adapters
 from megatrain_verl.streaming.attention import MaskKind
+from megatrain_verl.streaming.expert_parts import split_layers
 from megatrain_verl.streaming.hub_layout import HubLayout
 from megatrain_verl.streaming.layer_arguments import DecoderSkeleton, decoder_of, embedding_scale
 from megatrain_verl.streaming.model_units import UnitPlan, freeze_parameters, plan_buffers, plan_unit
@@ -151,6 +153,22 @@ class ModelPlan:
         return tuple(unit.trained for unit in self.units if unit.structure is None)
 
     @property
+    def expert_sizes(self) -> tuple[int, ...]:
+        """Of `layer_sizes`, the elements of routed experts."""
+        return tuple(sum(span.numel for span in unit.spans if in_experts(span.local)) for unit in self.layers)
+
+    @property
+    def trained_expert_sizes(self) -> tuple[int, ...]:
+        """Of `expert_sizes`, the elements that are trained."""
+        spans = [[span for span in unit.spans if span.trainable and in_experts(span.local)] for unit in self.layers]
+        return tuple(sum(span.numel for span in layer) for layer in spans)
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a mixture layer; 0 in a dense model."""
+        return model_sizes.num_experts(self.config.get_text_config())
+
+    @property
     def hidden_size(self) -> int:
         return self.config.get_text_config().hidden_size
 
@@ -200,13 +218,15 @@ class ModelPlan:
         )
 
 
-def plan_model(config: PretrainedConfig, freeze: Sequence[str] = (), lora: LoraSettings | None = None) -> ModelPlan:
+def plan_model(
+    config: PretrainedConfig, freeze: Sequence[str] = (), lora: LoraSettings | None = None, expert_parts: int = 1
+) -> ModelPlan:
     """The plan of a decoder-only model of `config`; parameters that fit one of the patterns `freeze` are not trained,
-    and with `lora` none but its adapters.
+    and with `lora` none but its adapters. Experts are streamed in `expert_parts`.
 
     Raises:
-        ValueError: an encoder-decoder, quantised or not yet verified model, a pattern that fits nothing, or adapters
-            that are not supported; the message names it.
+        ValueError: an encoder-decoder, quantised or not yet verified model, a pattern that fits nothing, or adapters or
+            parts of experts that are not supported; the message names it.
     """
     check_supported(config)
     if freeze and lora is not None:
@@ -247,6 +267,8 @@ def plan_model(config: PretrainedConfig, freeze: Sequence[str] = (), lora: LoraS
         unit.structure, unit.mask, unit.buffers = structures[key], mask, plan_buffers(layer, names)
         layers.append(unit)
     loaded += [buffer.name for unit in layers for buffer in unit.buffers]
+    if expert_parts > 1:
+        split_layers(layers, templates, decoder, expert_parts)
     return ModelPlan(
         config=config,
         structures=templates,

@@ -4,6 +4,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -38,11 +39,19 @@ class BufferPlan:
     dtype: torch.dtype
 
 
+class Range(NamedTuple):
+    """`numel` elements that lie at `arena` in a unit's arenas and at `device` in what is on the device of it."""
+
+    arena: int
+    device: int
+    numel: int
+
+
 @dataclass
 class UnitPlan:
     """A part of the model that crosses to the device as one transfer. `numel` counts alignment padding too.
 
-    Trainable parameters come first in `spans`.
+    Trainable parameters come first in `spans`. A layer whose experts are streamed apart crosses in several `parts`.
     """
 
     name: str
@@ -54,6 +63,26 @@ class UnitPlan:
     buffers: list[BufferPlan] = field(default_factory=list)
     # Of the others: the device slot and gradient accumulator that they take turns in.
     slot: str = "edge"
+    # Of a decoder layer with experts: all but them first, then some of them each; see `expert_parts.py`.
+    parts: "list[UnitPlan]" = field(default_factory=list)
+
+    @property
+    def pieces(self) -> "list[UnitPlan]":
+        """What crosses as one transfer each: the parts, or the unit as a whole."""
+        return self.parts or [self]
+
+    def ranges(self) -> list[Range]:
+        """Where that which is on the device lies in the arenas."""
+        return [Range(0, 0, self.numel)]
+
+    def trained_ranges(self) -> list[Range]:
+        """The same of what is trained."""
+        ranges = [each for each in self.ranges() if each.device < self.trained]
+        return [each._replace(numel=min(each.numel, self.trained - each.device)) for each in ranges]
+
+    def module_of(self, layer: nn.Module) -> nn.Module:
+        """What computes with these weights in a decoder layer, which may be changed for it."""
+        return layer
 
     @property
     def trained(self) -> int:

@@ -109,6 +109,7 @@ class PassPlanner:
         wave, micro_batch = max(_wave_tokens(plan, tokens)), max(tokens)
         parts = device_bytes(self._sizes, self._config, micro_batch, wave, resident_gradients=plan.resident_gradients)
         moving = parts["workspace"] + parts["hidden states"] + parts["recomputed inputs"]
+        moving += parts.get("inputs of experts", 0)
         room = available - sum(parts.values()) - 0.25 * moving
         most = self._count if self._config.resident_layers is None else min(self._config.resident_layers, self._count)
         interval = self._config.checkpoint_interval

@@ -21,14 +21,15 @@ MOST_PADDED = 2  # times the tokens, in a batch of rows; beyond it the rows are 
 def install(layer: nn.Module) -> None:
     """Let the modules of `layer` that need it see their rows apart; `layer` is changed."""
     for module in layer.modules():
-        if _is_linear_attention(module):
+        if is_linear_attention(module):
             call = _with_boundaries if _takes_boundaries(module) else _with_rows_apart
             module.forward = partial(call, module.forward, True)
         elif getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             module.forward = partial(_with_rows_apart, module.forward, False)
 
 
-def _is_linear_attention(module: nn.Module) -> bool:
+def is_linear_attention(module: nn.Module) -> bool:
+    """Whether a module is gated delta-rule attention, as in Qwen3-Next and Qwen3.5."""
     return hasattr(module, "chunk_gated_delta_rule")
 
 

@@ -20,6 +20,8 @@ class Qwen7B:
     layer_sizes = (233_057_792,) * 28
     edge_sizes = (544_997_376, 545_000_960)
     trained_layer_sizes, trained_edge_sizes = layer_sizes, edge_sizes
+    expert_sizes = trained_expert_sizes = (0,) * 28
+    num_experts = 0
     slot_sizes = trained_slot_sizes = {"edge": 545_000_960}
     tied = False
     hidden_size, intermediate_size, experts_per_token, vocab_size = 3584, 18944, 0, 152_064

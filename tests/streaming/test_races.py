@@ -10,6 +10,7 @@ from megatrain_verl.streaming import device_adamw
 from megatrain_verl.streaming.pass_plan import PassPlan
 from megatrain_verl.streaming.simulated_streams import SimulatedStreams
 from tests import oracle
+from tests.families.configs import family_config
 
 ORDERS = 25
 
@@ -21,7 +22,10 @@ def many_chunks(monkeypatch):
 
 def train(streams, *, layers=4, **settings):
     """Steps, scores, saving, loading, releasing the device; returns all that is computed."""
-    config = oracle.tiny_config("qwen2", layers=layers, tied=settings.pop("tied", False))
+    if settings.get("expert_parts"):
+        config = family_config("Mixtral-8x7B", num_hidden_layers=layers, num_local_experts=3, hidden_size=16)
+    else:
+        config = oracle.tiny_config("qwen2", layers=layers, tied=settings.pop("tied", False))
     model = oracle.plain_model(config)
     ahead = "speculative_adamw_gb" in settings  # never clipped then, so that updates ahead are used
     adamw = AdamWConfig(lr=1e-2, clip_grad=None if ahead else 1.0)
@@ -82,6 +86,7 @@ AHEAD = {"speculative_adamw_gb": 1.0}
 SHARED = {"device_adamw": True, "optimizer_backend": "native"}
 SPILL = {"device_activation_gb": 0}
 COMPACT = {"layers": 2, "resident_layers": 0}
+PARTS = {"layers": 2, "expert_parts": 3}
 MODELS = [
     {},
     {"layers": 2},
@@ -95,6 +100,8 @@ MODELS = [
     AHEAD,
     SHARED,
     COMPACT,
+    PARTS,
+    {"expert_parts": 2, **SPILL, **AHEAD},
     {"tied": True, **RESIDENT, **AHEAD, **SHARED},
 ]
 
@@ -118,6 +125,7 @@ def test_every_wait_is_needed():
         AHEAD,
         SHARED,
         COMPACT,
+        PARTS,
     ]
     expected = [train(None, **model) for model in models]
     waits = []
@@ -126,7 +134,7 @@ def test_every_wait_is_needed():
         train(streams, **model)
         waits.append(streams.waits)
     reasons = set().union(*waits)
-    assert len(reasons) == 43, sorted(reasons)
+    assert len(reasons) == 47, sorted(reasons)
     for reason in sorted(reasons):
         orders = ((seed, index) for seed in range(ORDERS) for index in range(len(models)) if reason in waits[index])
         found = any(goes_wrong(seed, reason, models[index], expected[index]) for seed, index in orders)
