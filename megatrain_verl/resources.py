@@ -51,7 +51,12 @@ class HostPlan:
         """The memory of an engine on `model`; `reference`: it keeps a reference policy beside the trained weights.
 
         `ranks` are the processes that share the arenas.
+
+        Raises:
+            ValueError: several ranks with a setting for one.
         """
+        if config.expert_parts > 1 and ranks > 1:
+            raise ValueError(f"expert_parts={config.expert_parts} works with one GPU, not with {ranks}; set it to 1")
         dtypes = arena_dtypes(config, trainable=trainable, reference=reference)
         units = list(zip(model.unit_sizes, model.trained_sizes, strict=True))
         sizes = {

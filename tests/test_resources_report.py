@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,3 +128,18 @@ def test_every_configuration_at_hand_has_a_plan():
         sizes, _ = read_sizes(str(file.parent))
         assert 0 < sizes.active_parameters <= sizes.num_parameters, file
         assert sum(sizes.unit_sizes) == sizes.num_parameters, file
+
+
+def test_a_mixture_that_does_not_fit_is_told_in_how_many_parts_it_would(tmp_path):
+    GptOssConfig().save_pretrained(tmp_path)
+    arguments = ["--model", str(tmp_path), "--gpu-memory", "24GB", "--micro-batch-tokens", "4096"]
+    arguments += ["--tokens-per-step", "4096"]
+    whole = report(command_line().parse_args(arguments))
+    assert whole["fits"]["gpu"] is False
+    (advice,) = (line for line in whole["what_to_change"] if "expert_parts" in line)
+    parts = re.search(r"expert_parts=(\d+) ", advice)[1]
+    assert report(command_line().parse_args([*arguments, "--expert-parts", parts]))["fits"]["gpu"] is True
+    fewer = report(command_line().parse_args([*arguments, "--expert-parts", str(int(parts) // 2)]))
+    assert fewer["fits"]["gpu"] is False and advice in fewer["what_to_change"]
+    with pytest.raises(ValueError, match="a layer of this model has 128 experts"):
+        report(command_line().parse_args([*arguments, "--expert-parts", "129"]))

@@ -1,5 +1,7 @@
 """The simulated step: its ledger against tensors of known size, and GPT-OSS-120B on a GPU with 80 GB."""
 
+import json
+
 import pytest
 import torch
 
@@ -48,3 +50,27 @@ def test_gpt_oss_120b_trains_on_80_gb() -> None:
 def test_planner_uses_80_gb_and_no_more_for_gpt_oss_120b() -> None:
     result = step_of_120b()
     assert result["planned_without_kept_inputs"] < result["gpu_total"] <= 80e9
+
+
+def test_parts_of_experts_divide_the_memory_of_gpt_oss_120b(tmp_path) -> None:
+    """Four of its layers: in eight parts they need a fraction, and cross as often."""
+    fields = json.loads((MODELS / "gpt-oss-120b" / "config.json").read_text())
+    fields |= {"num_hidden_layers": 4, "layer_types": fields["layer_types"][:4]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    sizes = ["--rows", "2", "--row-tokens", "2048", "--micro-batch", "1", "--lean", "--model", str(tmp_path)]
+    whole, split = (
+        simulate.simulate(simulate.command_line().parse_args([*sizes, "--expert-parts", parts])) for parts in "18"
+    )
+    inputs = 4 * split["tokens_per_step"] * 2880 * 2
+    for result in (whole, split):
+        assert result["gpu_total"] == pytest.approx(result["planned_without_kept_inputs"] + inputs, rel=0.1)
+        assert result["sent_to_host"] == pytest.approx(2 * result["parameters"], rel=0.001)
+    assert split["gpu_total"] < 0.25 * whole["gpu_total"]
+    assert split["sent_to_gpu"] == pytest.approx(whole["sent_to_gpu"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_gpt_oss_120b_trains_on_16_gb_with_eight_parts() -> None:
+    result = step_of_120b("--expert-parts", "8")
+    assert result["parameters"] == 116_829_156_672
+    assert result["gpu_total"] <= 16e9

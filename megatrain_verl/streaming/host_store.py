@@ -177,8 +177,6 @@ class ParameterState:
         Raises:
             MemoryError: see `HostBuffer`; what was allocated before is released.
         """
-        if config.expert_parts > 1 and group.size > 1:
-            raise ValueError("expert_parts works with one process only; leave it out for several GPUs")
         state = cls()
         kinds = arena_dtypes(config, trainable=trainable, reference=reference)
 

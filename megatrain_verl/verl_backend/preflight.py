@@ -52,7 +52,7 @@ def check_inputs(config: DictConfig) -> None:
     _check_length(config, model.hf_config)
     # Refuses what the engine would train wrongly.
     lora = registration.lora_settings(model)
-    plan = plan_model(copy.deepcopy(model.hf_config), engine.get("freeze", ()), lora)
+    plan = plan_model(copy.deepcopy(model.hf_config), engine.get("freeze", ()), lora, engine.get("expert_parts", 1))
     with WeightFolder(model.local_path) as folder:
         plan.hub = plan.hub.as_in(weight.header.name for weight in stored_weights(folder))
     _check_host_memory(config, plan)

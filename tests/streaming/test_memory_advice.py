@@ -53,6 +53,29 @@ def test_advice_for_a_lean_scoring_pass_names_no_option_of_training():
     assert list(figures(text)) == ["head_chunk_tokens"]
 
 
+@dataclass
+class GptOss120B(Qwen7B):
+    """Shapes of GPT-OSS-120B, of whose layers 99% are experts."""
+
+    layer_sizes = trained_layer_sizes = (3_213_080_192,) * 36
+    edge_sizes = trained_edge_sizes = (579_133_440, 579_136_320)
+    expert_sizes = trained_expert_sizes = (3_186_000_000,) * 36
+    num_experts = 128
+    slot_sizes = trained_slot_sizes = {"edge": 579_136_320}
+    hidden_size, intermediate_size, experts_per_token, vocab_size = 2880, 4 * 2880, 4, 201_088
+
+
+def test_advice_for_a_mixture_names_parts_of_its_experts():
+    plan, config = PassPlan((1,)), StreamingConfig(resident_layers=0)
+    text = advice(GptOss120B(), config, [8_192], plan, wanted=int(60 * GIB), limit=int(40 * GIB))
+    # Two slots, two float32 sums and the gradient that autograd returns are of half the experts instead of all.
+    saved = (2 * 2 + 2 * 4 + 2) * 3_186_000_000 / 2
+    assert figures(text)["expert_parts"] == pytest.approx(saved / GIB, rel=0.02)
+    assert "expert_parts=2" in text
+    split = StreamingConfig(expert_parts=64)
+    assert "expert_parts=128" in advice(GptOss120B(), split, [8_192], plan, wanted=int(60 * GIB), limit=int(40 * GIB))
+
+
 @pytest.mark.parametrize("place", ["head", "layer"])
 def test_out_of_memory_keeps_weights_moments_and_count(place, monkeypatch):
     """The error of the CUDA allocator, raised in the middle of a pass; then the step that fits is as without it."""
