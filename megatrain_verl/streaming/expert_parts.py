@@ -80,7 +80,7 @@ class PartPlan(UnitPlan):
         mine = replace(span, local=local, shape=shape, offset=self.numel)
         self.spans.append(mine)
         start = span.offset + first * row
-        if self.where and start - mine.offset == self.where[-1].arena - self.where[-1].device:
+        if rows is None and self.where and start - mine.offset == self.where[-1].arena - self.where[-1].device:
             before = self.where.pop()  # the tensor before it is its neighbour in the arenas too: one copy for both
             self.where.append(before._replace(numel=mine.offset + mine.numel - before.device))
         else:

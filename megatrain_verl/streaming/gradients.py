@@ -206,7 +206,7 @@ class GradientPath:
         if self._exchange is not None:
             gradient = self._exchange.reduce(gradient)
             self._streams.grad.run(lambda: square.copy_(_sum_of_squares(gradient)))
-        for start, device, numel in piece.trained_ranges():  # of a group's rank there is less than that of both
+        for start, device, numel in piece.trained_ranges():  # in a group this rank's share of both is shorter
             sent, target = gradient[device : device + numel], arena[start : start + numel]
             if self.pending:
                 self._send_through_slabs(sent, target)

@@ -106,6 +106,19 @@ def test_router_loss_is_asked_for_in_the_text_config(family):
     engine.close()
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_experts_in_parts_give_the_gradients_of_whole_layers(family):
+    """The features that deepstack adds to a layer's output, and the encoder's gradient, stay what they were."""
+    batch = cases.pack(cases.rows(family, [1, 0]))
+    found = []
+    for parts in (1, 2):
+        _, engine = engine_of(family, expert_parts=parts)
+        found.append(backward(engine, batch))
+        engine.close()
+    for name, grad in found[1].items():
+        assert (grad - found[0][name]).norm() <= 1e-4 * found[0][name].norm() + 1e-7, name
+
+
 def test_frozen_embedding_lets_the_encoder_learn():
     row = cases.rows("llava_next", [1])[0]
     model, engine = engine_of("llava_next", freeze=["*embed_tokens*"])
