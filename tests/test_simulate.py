@@ -57,7 +57,7 @@ def test_parts_of_experts_divide_the_memory_of_gpt_oss_120b(tmp_path) -> None:
     fields = json.loads((MODELS / "gpt-oss-120b" / "config.json").read_text())
     fields |= {"num_hidden_layers": 4, "layer_types": fields["layer_types"][:4]}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    sizes = ["--rows", "2", "--row-tokens", "2048", "--micro-batch", "1", "--lean", "--model", str(tmp_path)]
+    sizes = ["--rows", "4", "--row-tokens", "2048", "--micro-batch", "4", "--lean", "--model", str(tmp_path)]
     whole, split = (
         simulate.simulate(simulate.command_line().parse_args([*sizes, "--expert-parts", parts])) for parts in "18"
     )
@@ -65,7 +65,7 @@ def test_parts_of_experts_divide_the_memory_of_gpt_oss_120b(tmp_path) -> None:
     for result in (whole, split):
         assert result["gpu_total"] == pytest.approx(result["planned_without_kept_inputs"] + inputs, rel=0.1)
         assert result["sent_to_host"] == pytest.approx(2 * result["parameters"], rel=0.001)
-    assert split["gpu_total"] < 0.25 * whole["gpu_total"]
+    assert split["gpu_total"] < 0.3 * whole["gpu_total"]
     assert split["sent_to_gpu"] == pytest.approx(whole["sent_to_gpu"], rel=0.01)
 
 
