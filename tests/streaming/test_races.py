@@ -101,7 +101,7 @@ MODELS = [
     SHARED,
     COMPACT,
     PARTS,
-    {"expert_parts": 2, **SPILL, **AHEAD},
+    pytest.param({"expert_parts": 2, **SPILL, **AHEAD}, marks=pytest.mark.slow),
     {"tied": True, **RESIDENT, **AHEAD, **SHARED},
 ]
 
