@@ -55,7 +55,6 @@ class ExpertPass:
         layers: all decoder layers; whole ones are left alone.
         streams, ring, load: as in `LayerMajorPass`; `load` takes the number of a part.
         add: adds gradients to their sums.
-        call: runs the dense part, given micro-batch, layer, template and input.
         hidden, grad: the pass's own lists of inputs and output gradients, (1, T, H) per micro-batch.
     """
 
@@ -66,12 +65,11 @@ class ExpertPass:
         ring: DeviceRing,
         load: Callable[[UnitState, int], None],
         add: Callable[[list[Tensor], list[Tensor]], None],
-        call: Callable[[int, int, nn.Module, Tensor], Tensor],
         hidden: list[Tensor | None],
         grad: list[Tensor | None],
     ) -> None:
         self._layers, self._compute, self._ring, self._load = layers, streams.compute, ring, load
-        self._add, self._call, self._hidden, self._grad = add, call, hidden, grad
+        self._add, self._hidden, self._grad = add, hidden, grad
         self._forward_order = [(unit, n) for unit in layers for n in range(1, len(unit.plan.parts))]
         self._order: list[tuple[UnitState, int]] = []  # of this direction; parts that are not loaded yet
         self._routed: dict[int, Routed] = {}  # by micro-batch, of the layer at hand
@@ -90,16 +88,26 @@ class ExpertPass:
             self._compute.run(partial(self._do_add_output, m))
 
     def backward(
-        self, layer: int, template: nn.Module, gradients: GradientPath, inputs: ActivationStore, count: int
+        self,
+        layer: int,
+        template: nn.Module,
+        call: Callable[[int, int, nn.Module, Tensor], Tensor],
+        gradients: GradientPath,
+        inputs: ActivationStore,
+        count: int,
     ) -> None:
-        """Before the backward pass of the dense part of `layer`: append that of its experts."""
+        """Before the backward pass of the dense part of `layer`: append that of its experts.
+
+        `call` runs the dense part, given micro-batch, layer, template and input; to keep it would be a cycle that holds
+        what the pass has on the device.
+        """
         unit = self._layers[layer]
         if not unit.plan.parts:
             return
         if unit is self._forward_order[-1][0]:
             self._start(self._forward_order[::-1])
         for m in range(count):
-            self._compute.run(partial(self._do_dense_again, m, layer, template, inputs.fetch(layer, m)))
+            self._compute.run(partial(self._do_dense_again, m, layer, template, call, inputs.fetch(layer, m)))
             inputs.done(layer, m, last=False)
         for number, part, experts in self._visit(unit, range(len(unit.plan.parts) - 1, 0, -1)):
             accumulator = gradients.begin(unit, number)
@@ -151,8 +159,15 @@ class ExpertPass:
         self._hidden[m] = hidden + self._routed.pop(m).total.to(hidden.dtype).view_as(hidden)
 
     @torch.no_grad()
-    def _do_dense_again(self, m: int, layer: int, template: nn.Module, hidden: Callable[[], Tensor]) -> None:
-        self._call(m, layer, template, hidden())
+    def _do_dense_again(
+        self,
+        m: int,
+        layer: int,
+        template: nn.Module,
+        call: Callable[[int, int, nn.Module, Tensor], Tensor],
+        hidden: Callable[[], Tensor],
+    ) -> None:
+        call(m, layer, template, hidden())
         self.do_note(m, layer, template)
 
     def _do_backward(

@@ -93,8 +93,8 @@ class LayerMajorPass:
         self.balances: list[RouterBalance] = []  # that of `forward_backward`, where the model has such a loss
         self._saved: dict[int, tuple[int, int]] = {}  # layer -> bytes that autograd saved, of so many tokens; on CUDA
         self.outputs: list[TokenOutputs] = []
-        lists = (self._hidden, self._grad)
-        self._experts = ExpertPass(self._layers, streams, ring, load, functions.add, self._call, *lists)
+        shared = (self._layers, streams, ring, load, functions.add, self._hidden, self._grad)
+        self._experts = ExpertPass(*shared)
         self._vision: VisionPass | None = None
         if plan.vision is not None:
             shared = (state, streams, ring, load, self._batches, with_images, first, dropout_key, device)
@@ -152,7 +152,7 @@ class LayerMajorPass:
 
         templates = self._visit([layer for layer, _ in visits], lambda layer: inputs.prefetch(layer, self._count))
         for (_, is_backward), (layer, template) in zip(visits, templates, strict=True):
-            self._experts.backward(layer, template, gradients, inputs, self._count)
+            self._experts.backward(layer, template, self._call, gradients, inputs, self._count)
             accumulator = gradients.begin(self._layers[layer]) if is_backward else None
             for m in range(self._count):
                 if layer >= kept_from:

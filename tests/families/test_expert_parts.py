@@ -180,6 +180,7 @@ def test_parts_give_the_gradients_of_whole_layers(settings):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("name", ["Mixtral-8x7B", "GPT-OSS-20B"])
 def test_compiled_dense_parts_give_the_gradients_of_plain_ones(name):
     config = family_config(name, **router_settings(name))

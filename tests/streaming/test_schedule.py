@@ -13,6 +13,7 @@ from megatrain_verl.streaming.dropout import dropout_seed
 from megatrain_verl.streaming.layer_major import backward_visits
 from megatrain_verl.streaming.model_plan import plan_model
 from tests import oracle
+from tests.families.configs import family_config
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -139,9 +140,10 @@ def test_compiled_layers_give_the_same_step():
     compiled.close()
 
 
-def test_a_wave_takes_what_it_had_on_the_device_with_it():
-    config = oracle.tiny_config("qwen2")
-    engine = oracle.make_engine(oracle.plain_model(config), config, wave_tokens=9)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_wave_takes_what_it_had_on_the_device_with_it(parts):
+    config = oracle.tiny_config("qwen2") if parts == 1 else family_config("Mixtral-8x7B")
+    engine = oracle.make_engine(oracle.plain_model(config), config, wave_tokens=9, expert_parts=parts)
     alive = []
     gc.collect()  # what other tests have left
 
