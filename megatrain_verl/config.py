@@ -97,7 +97,6 @@ class StreamingConfig:
                     f"expert_parts={self.expert_parts} keeps no layer on the device and every layer's input: leave "
                     "resident_layers and checkpoint_interval out"
                 )
-            self.resident_layers = 0
         if self.device_activation_gb is not None and not self.device_activation_gb >= 0:
             raise ValueError(f"device_activation_gb must be >= 0 or null, got {self.device_activation_gb}")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -110,6 +109,11 @@ class StreamingConfig:
             raise ValueError("grad_dtype=bfloat16 with dtype=float32 would round exact gradients; use grad_dtype=auto")
         if self.wave_tokens is not None and self.grad_dtype == "bfloat16":
             raise ValueError("wave_tokens adds gradients on the host, which needs grad_dtype=float32 or auto")
+
+    @property
+    def most_resident_layers(self) -> int | None:
+        """`resident_layers`, which is 0 where experts are streamed in parts."""
+        return 0 if self.expert_parts > 1 else self.resident_layers
 
     @property
     def host_grad_dtype(self) -> str:

@@ -65,7 +65,7 @@ def device_bytes(
     """
     itemsize = DTYPES[config.dtype].itemsize
     layer, experts = _pieces(sizes, config.expert_parts)
-    compact = config.resident_layers == 0 and not sizes.tied  # embedding and head lie over the layers
+    compact = config.most_resident_layers == 0 and not sizes.tied  # embedding and head lie over the layers
 
     def with_others(layers: int, slots: dict[str, int]) -> int:
         edge, apart = slots["edge"], sum(slots.values()) - slots["edge"]

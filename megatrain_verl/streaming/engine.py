@@ -88,7 +88,7 @@ class StreamingEngine:
         self.counters = TransferCounters()
         self._ring: DeviceRing | None = None
         # Embedding and head may lie over the layers where they are used in turn; a tied matrix is used throughout.
-        self._compact = config.resident_layers == 0 and not self.plan.tied
+        self._compact = config.most_resident_layers == 0 and not self.plan.tied
         # Compiled dropout would draw other masks than the plain layer does.
         self._compiled = config.compile_layers and not self.plan.has_dropout()
         self._functions = DeviceFunctions(self._compiled, self.plan.structures, config.dtype)

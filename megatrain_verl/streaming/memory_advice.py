@@ -100,7 +100,7 @@ def _savings(
     chunk = max(128, config.head_chunk_tokens // 2)
     head = (config.head_chunk_tokens - chunk) * sizes.vocab_size * (4 * 4 + itemsize)
     savings: dict[str, float] = {}
-    if plan is not None and config.resident_layers != 0:
+    if plan is not None and config.most_resident_layers != 0:
         lean = _fixed_bytes(sizes, replace(config, resident_layers=0), PassPlan(plan.waves))
         kept = micro_batch * sizes.vocab_size * itemsize if plan.keep_logit_gradients else 0
         kept += plan.kept_layers * wave * max(0.0, saved - sizes.hidden_size * itemsize)

@@ -93,7 +93,7 @@ class PassPlanner:
 
     @property
     def _may_keep(self) -> bool:
-        return self._config.resident_layers != 0
+        return self._config.most_resident_layers != 0
 
     def _fitting(self, split: tuple[int, ...], tokens: list[int], available: float) -> list[PassPlan]:
         """Plans for one split into waves, each with as many kept layers and slots as there is memory for."""
@@ -111,7 +111,8 @@ class PassPlanner:
         moving = parts["workspace"] + parts["hidden states"] + parts["recomputed inputs"]
         moving += parts.get("inputs of experts", 0)
         room = available - sum(parts.values()) - 0.25 * moving
-        most = self._count if self._config.resident_layers is None else min(self._config.resident_layers, self._count)
+        limit = self._config.most_resident_layers
+        most = self._count if limit is None else min(limit, self._count)
         interval = self._config.checkpoint_interval
         inputs = wave * self._sizes.hidden_size * DTYPES[self._config.dtype].itemsize / interval
         logits = micro_batch * self._sizes.vocab_size * DTYPES[self._config.dtype].itemsize

@@ -87,6 +87,11 @@ def test_yaml_lists_every_option_with_its_default() -> None:
     assert {name: getattr(defaults, name) for name in listed} == listed
 
 
+def test_parts_of_experts_leave_no_layer_on_the_device() -> None:
+    streaming = MegaTrainEngineConfig(expert_parts=2).streaming_config()
+    assert (streaming.expert_parts, streaming.most_resident_layers) == (2, 0)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
