@@ -2,6 +2,7 @@
 
 import platform
 import re
+import subprocess
 import sys
 from datetime import date
 from importlib.metadata import version
@@ -16,12 +17,15 @@ def summary(log: str) -> str | None:
     starts = [number for number, line in enumerate(lines) if re.match(r"=+ (slowest|short test summary)", line)]
     if not starts or not re.search(r"(passed|failed).* in [0-9.]+s", lines[-1]):
         return None
+    describe = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+    python = platform.python_version()
+    commit = describe.stdout.strip() or "no git checkout"
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     return "\n".join(
         [
             "# The last full test run",
             "",
-            f"`bash tests/run.sh --full` on {date.today()}, Python {platform.python_version()}, {versions}:",
+            f"`bash tests/run.sh --full` of {commit} on {date.today()}, Python {python}, {versions}:",
             "",
             *(f"    {line}".rstrip() for line in lines[starts[0] :]),
             "",
