@@ -11,9 +11,11 @@ from megatrain_verl.streaming.model_plan import plan_model
 from tests import oracle
 from tests.families.configs import HYBRID, MIXTURES, family_config
 from tests.families.test_experts import WITH_ROUTER_LOSS, plain_router_loss
+from tests.families.test_training import check_three_steps
+from tests.streaming.test_parity import plain_step
 
 LENGTHS = [11, 24, 5, 17, 9]
-STEPS = 3
+COEFFICIENT = 0.5
 NAMES = [name for name in (*MIXTURES, *HYBRID) if name not in ("Llama-4-Scout", "Qwen3.5-27B")]
 # Rows per micro-batch and parts of eight experts: three are 2, 3 and 3. The rest runs with --full.
 QUICK = {
@@ -32,15 +34,11 @@ CASES = [
 
 def router_settings(name):
     """A config's settings for a router loss, where the family has one."""
-    return {"output_router_logits": True, "router_aux_loss_coef": 0.5} if name in WITH_ROUTER_LOSS else {}
+    return {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT} if name in WITH_ROUTER_LOSS else {}
 
 
-def plain_gradients(model, rows, coefficient):
-    """Loss without the router's, and all gradients, of the mean over all next tokens."""
-    model.zero_grad()
-    loss = -torch.cat([oracle.plain_log_probs(model, row)[0] for row in rows]).mean()
-    (loss + coefficient * plain_router_loss(model, rows) if coefficient else loss).backward()
-    return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+def weighted_router_loss(model, rows):
+    return COEFFICIENT * plain_router_loss(model, rows)
 
 
 def gradients(model, config, rows, size=3, **settings):
@@ -54,28 +52,9 @@ def gradients(model, config, rows, size=3, **settings):
 
 @pytest.mark.parametrize("name, size, parts", CASES)
 def test_three_steps_equal_plain_adamw(name, size, parts):
-    config = family_config(name, **router_settings(name))
-    # The recurrence of linear attention adds up rounding errors: see test_training.py.
-    tolerance = 1e-3 if name in HYBRID else 1e-5
-    settings = AdamWConfig(lr=1e-4, weight_decay=1.0, eps=1e-6)  # as in test_training.py
-    model = oracle.plain_model(config)
-    engine = oracle.make_engine(model, config, settings, expert_parts=parts)
-    optimizer = oracle.plain_adamw(model, settings)
-    for step in range(STEPS):
-        rows = oracle.random_rows(LENGTHS, seed=step)
-        loss, grads = plain_gradients(model, rows, router_settings(name).get("router_aux_loss_coef"))
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad).item()
-        optimizer.step()
-        assert oracle.engine_pass(engine, oracle.split_micro_batches(rows, size)) == pytest.approx(loss, rel=1e-5)
-        engine_grads = oracle.engine_gradients(engine)
-        assert engine_grads.keys() == grads.keys()
-        for parameter, grad in engine_grads.items():
-            assert (grad - grads[parameter]).norm() <= tolerance * grads[parameter].norm() + 1e-7 * norm, parameter
-        assert engine.optimizer_step() == pytest.approx(norm, rel=tolerance)
-    plain = dict(model.named_parameters())
-    for parameter, weight in oracle.masters(engine).items():
-        torch.testing.assert_close(weight, plain[parameter].detach(), atol=1e-5, rtol=1e-5)
-    engine.close()
+    settings = router_settings(name)
+    extra = weighted_router_loss if settings else None
+    check_three_steps(name, family_config(name, **settings), size, extra, expert_parts=parts)
 
 
 def test_parts_without_tokens_have_zero_gradients_and_follow_adamw():
@@ -87,9 +66,7 @@ def test_parts_without_tokens_have_zero_gradients_and_follow_adamw():
     optimizer = oracle.plain_adamw(model, settings)
     for step, length in enumerate((40, 3, 3)):
         (row,) = oracle.random_rows([length], seed=step)
-        plain_gradients(model, [row], None)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
-        optimizer.step()
+        plain_step(model, optimizer, [row], settings.clip_grad)
         oracle.engine_pass(engine, [oracle.pack([row])])
         grad = oracle.engine_gradients(engine)["model.layers.0.mlp.experts.down_proj"]
         engine.optimizer_step()

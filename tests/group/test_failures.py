@@ -1,13 +1,17 @@
 """A rank that dies, stands still or fails: the others name it soon, and nothing is left behind."""
 
 import os
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatrain_verl.streaming.group import group as group_module
+from megatrain_verl.streaming.group.control import ControlPage, Counter
 from megatrain_verl.streaming.group.group import ALONE, HostGroup
+from megatrain_verl.streaming.group.liveness import Liveness
 from tests.group import ranks
 from tests.group.ranks import Task
 
@@ -96,6 +100,28 @@ def test_a_rank_that_hangs_is_named_within_a_minute(where: str) -> None:
     ended = ranks.run(ranks.train_until, 2, Task(), f"asleep in {where}", 1, victim=1)
     assert "rank 1" in ended[0].error and "stands still" in ended[0].error
     assert ended[0].seconds < 60  # the patience of 20 s, and what of the step a busy machine takes before
+
+
+def test_a_stopped_process_is_told_from_one_that_stands_still_before_the_patience_is_over() -> None:
+    file = os.memfd_create("control")
+    page, other = ControlPage(file, 0, 2), ControlPage(file, 1, 2)
+    liveness = Liveness(page, {}, patience=2.0, rank=0, size=2)
+    try:
+        _wait_until(lambda: liveness.unchanged_seconds(Counter.BEATS, 1) > 1.0)
+        assert liveness.idle(Counter.ACTIVITY, 1) == "its process has not run for 2 s"
+        other.add(Counter.BEATS)
+        _wait_until(lambda: liveness.unchanged_seconds(Counter.BEATS, 1) < 1.0)
+        assert liveness.idle(Counter.ACTIVITY, 1).startswith("it stands still for ")
+    finally:
+        liveness.close()
+        os.close(file)
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

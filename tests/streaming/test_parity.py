@@ -12,12 +12,15 @@ LENGTHS = [11, 24, 5, 17]
 FAMILIES = [("qwen2", False), ("qwen2", True), ("llama", False), ("qwen3", True), ("mistral", False)]
 
 
-def plain_step(model, optimizer, rows, clip):
-    """One plain step on the mean over all next tokens; returns loss, gradients before clipping, and their norm."""
+def plain_step(model, optimizer, rows, clip, extra=None):
+    """One plain step on the mean over all next tokens; returns loss, gradients before clipping, and their norm.
+
+    `extra(model, rows)` is minimised with the loss, and is not in what is returned of it.
+    """
     tokens = sum(len(row) - 1 for row in rows)
     optimizer.zero_grad()
     loss = -torch.cat([oracle.plain_log_probs(model, row)[0] for row in rows]).sum() / tokens
-    loss.backward()
+    (loss if extra is None else loss + extra(model, rows)).backward()
     grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
     optimizer.step()
