@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatrain_verl.config import StreamingConfig
+from megatrain_verl.streaming.group.group import Group
 from megatrain_verl.streaming.host_memory import HostBuffer, SharedFile
 from megatrain_verl.streaming.host_store import SPLIT_CHUNK, ParameterState, UnitState, arena_dtypes
 from megatrain_verl.streaming.master_weights import join_master, split_master
@@ -118,6 +119,25 @@ def test_a_shared_file_without_room_names_the_arena(memfd: int) -> None:
     with pytest.raises(MemoryError, match="no room for layers.7.exp_avg"):
         HostBuffer(1 << 16, "layers.7.exp_avg", register=False, shared=file)
     file.close()
+
+
+class RefusedMemory(Group):
+    """A rank that gets no memory, and what it tells the others."""
+
+    reason: BaseException | None = None
+
+    def share_arenas(self, nbytes: int) -> None:
+        raise MemoryError(f"no {nbytes} bytes")
+
+    def fail(self, error: BaseException) -> None:
+        self.reason = error
+
+
+def test_a_rank_without_memory_tells_the_others_why() -> None:
+    group, plan = RefusedMemory(), plan_model(tiny_config("qwen2"))
+    with pytest.raises(MemoryError) as error:
+        ParameterState.allocate(plan, StreamingConfig(), trainable=True, reference=False, register=False, group=group)
+    assert group.reason is error.value
 
 
 def descriptors(fd: int) -> int:
