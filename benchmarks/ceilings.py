@@ -143,7 +143,7 @@ def _seconds(work: Callable[[], None], repeats: int = 5) -> float:
 def _adamw_rates(parameters: int) -> dict[str, float | str]:
     """Parameters/s of the engine's update of one unit, by backend; the error of one that cannot run here."""
     rates: dict[str, float | str] = {}
-    unit = _adamw_unit(parameters)
+    unit = adamw_unit(parameters)
     for backend in BACKENDS:
         try:
             adamw = HostAdamW(backend)
@@ -155,7 +155,7 @@ def _adamw_rates(parameters: int) -> dict[str, float | str]:
     return rates
 
 
-def _adamw_unit(parameters: int) -> UnitState:
+def adamw_unit(parameters: int) -> UnitState:
     """A unit of one matrix with split masters and bfloat16 gradients, all of it zero but the gradient."""
     span = ParameterSpan("weight", "weight", torch.Size((parameters // 1000, 1000)), 0)
     kinds = {"weight": torch.bfloat16, "low": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}

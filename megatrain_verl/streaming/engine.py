@@ -37,7 +37,7 @@ from megatrain_verl.streaming.layer_arguments import DecoderSkeleton
 from megatrain_verl.streaming.layer_major import DeviceFunctions, LayerMajorPass, LossFunction
 from megatrain_verl.streaming.model_plan import plan_model
 from megatrain_verl.streaming.pass_plan import PassPlan, PassPlanner
-from megatrain_verl.streaming.streams import DeviceStreams, Streams
+from megatrain_verl.streaming.streams import DeviceStreams, Streams, after_failure
 from megatrain_verl.streaming.token_head import TokenHead
 from megatrain_verl.streaming.unit_updates import UnitUpdates
 
@@ -80,7 +80,6 @@ class StreamingEngine:
         check_host_memory(self.host_plan, config)
         if trainable:
             adamw = HostAdamW(config.optimizer_backend, config.cpu_threads or group.cores())
-
         self.state = ParameterState.allocate(
             self.plan, config, trainable=trainable, reference=copies, register=device == "cuda", group=group
         )
@@ -392,8 +391,9 @@ class StreamingEngine:
             if isinstance(error, torch.OutOfMemoryError):
                 memory_advice.explain(error, self.plan, self.config, micro_batches, plan, self.planner)
             self.group.fail(error)
-            self.streams.abandon()
-            if self._adamw_config is not None:
-                self.zero_grad()
-            self._free_device()
+            with after_failure():
+                self.streams.abandon()
+                if self._adamw_config is not None:
+                    self.zero_grad()
+                self._free_device()
             raise

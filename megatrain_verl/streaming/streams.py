@@ -15,15 +15,18 @@ has the third kind, which runs the recorded work in random allowed orders to fin
 """
 
 import functools
+import logging
 import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
+logger = logging.getLogger(__name__)
 QUEUES = ("weight", "compute", "grad", "adder", "optimizer")
 LANES = 3
 
@@ -224,6 +227,17 @@ class ThreadQueue:
 def _cuda_queue(name: str) -> CudaQueue:
     # Streams live as long as the process: engines share them, and no stream is made after vLLM measured its memory.
     return CudaQueue()
+
+
+@contextmanager
+def after_failure() -> Iterator[None]:
+    """Inside, what a failed pass has left is dropped. A further error of the queues is logged and not raised: that of
+    the pass, which the caller raises, comes first, and a queue that has failed says so again at the next wait.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        logger.warning("the device cannot be cleared after a failed pass: %s", error)
 
 
 class DeviceStreams(Streams):

@@ -298,6 +298,17 @@ def wait_for_device(group: HostGroup, pieces: int, last: float) -> float:
     return time.monotonic() - start
 
 
+def lose_device(group: HostGroup) -> None:
+    """The work of rank 1's queues cannot be counted any more, as after an error of its device. All wait for all."""
+
+    def finished() -> int:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    if group.rank == 1:
+        group.follow(finished)
+    group.wait(lambda: False, lambda: [], "the test")
+
+
 def _append(queue: ThreadQueue, seconds: list[float]) -> None:
     for each in seconds:
         queue.run(partial(time.sleep, each))

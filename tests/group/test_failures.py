@@ -94,6 +94,12 @@ def test_a_rank_that_waits_for_its_device_is_waited_for_while_that_goes_on() -> 
     assert hung[0].seconds < 30  # the patience is 3 s, the device hangs for 100
 
 
+def test_an_error_of_the_device_is_told_by_the_rank_that_has_it() -> None:
+    for rank in ranks.run(ranks.lose_device, 2):
+        assert rank.error.startswith("RankFailed: rank 1 (process "), rank
+        assert rank.error.endswith("RuntimeError: an illegal memory access was encountered"), rank
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "exchange", "AdamW"])
 def test_a_rank_that_hangs_is_named_within_a_minute(where: str) -> None:

@@ -278,3 +278,11 @@ def test_a_failing_loss_leaves_the_engine_usable(setup):
         backward(each)
         each.optimizer_step()
     assert same(oracle.masters(engine), oracle.masters(control))
+
+
+def test_a_device_that_breaks_with_a_pass_does_not_hide_the_error_of_the_pass(setup, monkeypatch, caplog):
+    engine = setup()
+    monkeypatch.setattr(engine.streams, "abandon", lambda: torch.empty(2).view(3))  # a RuntimeError, as CUDA's are
+    with pytest.raises(ZeroDivisionError):
+        engine.forward_backward([oracle.pack(oracle.random_rows([9]))], lambda m, o: 1 / 0)
+    assert "the device cannot be cleared after a failed pass: shape" in caplog.text

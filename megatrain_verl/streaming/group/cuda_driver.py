@@ -10,6 +10,7 @@ import functools
 import torch
 
 IPC_HANDLE_BYTES = 64
+SHARED_BLOCK = 2 << 20  # bytes: the driver puts smaller allocations into one block, which is shared as a whole
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
@@ -38,11 +39,16 @@ def _call(name: str, *arguments: object) -> None:
         raise CudaDriverError(f"{name} failed: {text.value.decode() if text.value else status}")
 
 
+def make_context() -> None:
+    """Give the calling thread the context of torch, if it has not used CUDA yet. Waits for its current stream."""
+    torch.cuda.current_stream().synchronize()
+
+
 def allocate(nbytes: int) -> int:
     """Address of `nbytes` on the current device, outside of torch's allocator, whose blocks are no other process's."""
-    torch.cuda.current_stream().synchronize()  # makes the context, if nothing has
-    address = ctypes.c_uint64()
-    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+    make_context()
+    address, whole = ctypes.c_uint64(), -(-nbytes // SHARED_BLOCK) * SHARED_BLOCK
+    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(whole))
     return address.value
 
 
@@ -95,7 +101,7 @@ def write_count(stream: torch.cuda.Stream, address: int, value: int) -> None:
 
 def map_host(address: int, nbytes: int) -> int:
     """Page-lock host memory; returns its address on the device."""
-    torch.cuda.current_stream().synchronize()
+    make_context()
     status = torch.cuda.cudart().cudaHostRegister(address, nbytes, PORTABLE_AND_MAPPED)
     if int(status) != 0:
         raise CudaDriverError(f"cudaHostRegister failed with CUDA error {int(status)}")

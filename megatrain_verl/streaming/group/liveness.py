@@ -85,10 +85,18 @@ class Liveness:
                 self._control.fail(rank, what)
 
     def _goes_on(self) -> bool:
-        before, finished = self._control.get(Counter.FINISHED, self._rank), sum(count() for count in self.finished)
+        before, finished = self._control.get(Counter.FINISHED, self._rank), self._count_finished()
         self._control.set(Counter.FINISHED, finished)
         excused = self.excused
         return finished != before or (self._takes_time() if excused is None else excused())
+
+    def _count_finished(self) -> int:
+        try:
+            return sum(count() for count in self.finished)
+        except RuntimeError as error:  # of the device: nothing on it will finish, and every rank is told why
+            self._control.fail(self._rank, f"{type(error).__name__}: {error}")
+            self.finished.clear()
+            return 0
 
     def _takes_time(self) -> bool:
         try:

@@ -96,7 +96,8 @@ class DeviceMailboxes:
         return self._box[slot, sender, :numel]
 
     def close(self) -> None:
-        """Release the memory, once no rank writes to it any more. Every rank calls it."""
+        """Release the memory, once no rank writes to it any more. Every rank calls it, in any thread."""
+        cuda_driver.make_context()
         for address in self._peers.values():
             cuda_driver.close_shared(address)
         self._peers.clear()
