@@ -7,8 +7,9 @@ with windows and with values narrower than keys, grouped matrix products of expe
 import pytest
 import torch
 
+from megatrain_verl.model_sizes import num_experts
 from tests import oracle
-from tests.families.configs import FAMILIES, family_config
+from tests.families.configs import FAMILIES, HYBRID, family_config
 from tests.gpu.test_engine_cuda import distance, engine_results, flat_gradients, mean_loss, plain_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -31,22 +32,46 @@ WIDTHS = {
 }
 OWN_WIDTHS = ("SmolLM2-135M", "Phi-4-mini")  # heads or rotary factors that fit no other width
 NAMES = [name for name in FAMILIES if name not in OWN_WIDTHS]
+# One of each kind of layer, since compilation takes longest: heads with norms, soft-caps and windows in flex attention,
+# sinks, values narrower than keys, chunks and rows apart, linear attention. The other mixtures have their experts.
+COMPILED = ["Qwen3-8B", "Gemma-2-9B", "GPT-OSS-20B", "DeepSeek-V3", "Llama-4-Scout", "Qwen3-Next-80B-A3B"]
 LENGTHS = [40, 24, 5, 17, 64, 9]
 
 
-def wide_model(name):
+def wide_model(name, **settings):
     """A float32 model of a family on the device; MLA families set the head size themselves."""
     known = family_config(name)
     widths = {key: value for key, value in WIDTHS.items() if getattr(known, key, None) is not None}
     if "kv_lora_rank" in widths:
         widths.pop("head_dim", None)
-    config = family_config(name, **widths)
+    config = family_config(name, **{**widths, **settings})
     model = oracle.plain_model(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.05)
     return config, model.cuda()
+
+
+def check_bfloat16_error(name, **engine_settings):
+    """Gradients in bfloat16 are at most 1.5 times as far from float32's, on the same weights, as plain bfloat16's.
+
+    Every token goes to all experts: a choice that rounding has turned would outweigh all other errors.
+    """
+    known = family_config(name)
+    settings = {"num_experts_per_tok": number} if (number := num_experts(known)) else {}
+    settings |= {"topk_group": known.n_group} if getattr(known, "n_group", None) else {}
+    config, model = wide_model(name, **settings)
+    model = model.bfloat16()  # weights that both types hold
+    rows = oracle.random_rows(LENGTHS)
+    exact, plain = plain_gradients(model, rows)
+    plain_error = distance(plain, exact)
+    engine = oracle.make_engine(model.cpu(), config, device="cuda", dtype="bfloat16", **engine_settings)
+    _, gradients, _ = engine_results(engine, rows, 3)
+    engine.close()
+    error = distance(gradients, exact)
+    print(f"{name} {engine_settings}: bfloat16 gradients {error:.4f} from float32, plain bfloat16 {plain_error:.4f}")
+    assert error <= 1.5 * plain_error
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,20 +83,16 @@ def test_float32_gradients_equal_plain_transformers(name):
     engine = oracle.make_engine(model.cpu(), config, device="cuda")
     _, gradients, _ = engine_results(engine, rows, 3)
     engine.close()
-    assert distance(gradients, expected) < 1e-4
+    # The recurrence of linear attention adds up rounding errors: see tests/families/test_training.py.
+    assert distance(gradients, expected) < (1e-3 if name in HYBRID else 1e-4)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_error_is_that_of_plain_bfloat16(name, compiled):
-    config, model = wide_model(name)
-    model = model.bfloat16()  # weights that both types hold
-    rows = oracle.random_rows(LENGTHS)
-    exact, plain = plain_gradients(model, rows)
-    plain_error = distance(plain, exact)
-    engine = oracle.make_engine(model.cpu(), config, device="cuda", dtype="bfloat16", compile_layers=compiled)
-    _, gradients, _ = engine_results(engine, rows, 3)
-    engine.close()
-    error = distance(gradients, exact)
-    print(f"{name}: bfloat16 gradients {error:.4f} from float32, plain bfloat16 {plain_error:.4f}")
-    assert error < 1.5 * plain_error
+def test_bfloat16_error_is_that_of_plain_bfloat16(name):
+    check_bfloat16_error(name)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("name", COMPILED)
+def test_bfloat16_error_of_compiled_layers_is_that_of_plain_bfloat16(name):
+    check_bfloat16_error(name, compile_layers=True)
