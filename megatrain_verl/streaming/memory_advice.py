@@ -62,7 +62,9 @@ def advice(
     wave = max(sum(tokens[start : start + count]) for start, count in zip(starts, waves, strict=True))
     lines = [f"{wanted / GIB:.2f} GiB of device memory were needed, {limit / GIB:.2f} GiB can be had. What helps:"]
     fixed = _fixed_bytes(sizes, config, plan)
-    fitting = _fitting_tokens(max(tokens), wanted - fixed, limit - fixed)
+    # A pass may fail early in a layer, long before it has all that it needs.
+    needed = max(wanted, sum(_device_bytes(sizes, config, plan, max(tokens), wave).values()))
+    fitting = _fitting_tokens(max(tokens), needed - fixed, limit - fixed)
     if fitting >= LEAST_TOKENS:
         lines.append(
             f"at most about {fitting} tokens per micro-batch instead of {max(tokens)} (SFT: "
@@ -77,11 +79,18 @@ def advice(
 
 def _fixed_bytes(sizes: Sizes, config: StreamingConfig, plan: PassPlan | None) -> int:
     """What no number of tokens changes: weights and gradients on the device."""
+    parts = _device_bytes(sizes, config, plan, 0, 0)
+    return sum(size for part, size in parts.items() if part != "workspace")
+
+
+def _device_bytes(
+    sizes: Sizes, config: StreamingConfig, plan: PassPlan | None, micro_batch: int, wave: int
+) -> dict[str, int]:
     training = plan is not None
     slots = plan.layer_slots if training else 2
     resident = training and plan.resident_gradients
-    parts = device_bytes(sizes, config, 0, 0, training=training, layer_slots=slots, resident_gradients=resident)
-    return sum(size for part, size in parts.items() if part != "workspace")
+    settings = {"training": training, "layer_slots": slots, "resident_gradients": resident}
+    return device_bytes(sizes, config, micro_batch, wave, **settings)
 
 
 def _fitting_tokens(tokens: int, needed: int, room: int) -> int:

@@ -1,5 +1,6 @@
 """Really out of CUDA memory: the error says what fits, that fits, and the step is as if nothing had failed."""
 
+import gc
 import re
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from megatrain_verl.config import AdamWConfig
 from tests import oracle
-from tests.gpu.test_engine_cuda import medium_model
+from tests.gpu.test_engine_cuda import distance, medium_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MIB = 1 << 20
@@ -26,8 +27,10 @@ def little_memory():
 
 def test_a_micro_batch_that_does_not_fit_is_named_with_one_that_does(little_memory):
     config, model = medium_model("qwen2")
-    settings = {"device": "cuda", "resident_layers": 0, "head_chunk_tokens": 256}
-    hit, control = (oracle.make_engine(model, config, AdamWConfig(lr=1e-3), **settings) for _ in range(2))
+    settings = {"device": "cuda", "resident_layers": 0, "head_chunk_tokens": 256, "device_activation_gb": 0.0}
+    # Gradients of key biases are rounding alone, of which a small eps would make whole steps.
+    adamw = AdamWConfig(lr=1e-3, eps=1e-6)
+    hit, control = (oracle.make_engine(model.cpu(), config, adamw, **settings) for _ in range(2))
     del model
     torch.cuda.empty_cache()
     rows = [row.repeat(ROW // 8) for row in oracle.random_rows([8] * 128)]
@@ -39,13 +42,17 @@ def test_a_micro_batch_that_does_not_fit_is_named_with_one_that_does(little_memo
         hit.forward_backward(oracle.split_micro_batches(rows, len(rows)), loss)
     (note,) = failed.value.__notes__
     print(note)
+    del failed  # the error's frames hold what the pass had on the device
+    gc.collect()
+    hit.release_device()
     found = re.search(r"at most about (\d+) tokens per micro-batch instead of 65536", note)
     assert found and torch.cuda.memory_allocated() < 64 * MIB and hit.step_count == 0
-    size = max(1, int(found[1]) // ROW // 2)  # the estimate is an upper bound
+    size = int(found[1]) * 3 // 4 // ROW  # "about"
+    assert size >= 2
     for engine in (hit, control):
-        engine.forward_backward(oracle.split_micro_batches(rows[: 4 * size], size), loss)
+        engine.forward_backward(oracle.split_micro_batches(rows[:size], size), loss)
         engine.optimizer_step()
         engine.release_device()
     kept, expected = oracle.masters(hit), oracle.masters(control)
-    assert all(torch.equal(kept[name], expected[name]) for name in expected)
+    assert distance(kept, expected) < 1e-5  # attention's backward pass on CUDA does not repeat its bits
     hit.close(), control.close()

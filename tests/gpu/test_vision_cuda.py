@@ -52,7 +52,9 @@ def test_float32_gradients_equal_plain_transformers(family, resident_layers):
 
 @pytest.mark.parametrize("family", cases.CONFIGS)
 def test_bfloat16_is_as_near_to_float32_as_plain_transformers(family):
-    config = cases.tiny_config(family)
+    # Flex attention takes heads of 16 and more. All experts, since a choice that rounding turns outweighs other errors.
+    own = {"head_dim": 16} if family == "gemma3" else {"num_experts_per_tok": 4} if family.endswith("_moe") else {}
+    config = cases.tiny_config(family, **own)
     model = cases.plain_model(copy.deepcopy(config))
     with torch.no_grad():
         for parameter in model.parameters():

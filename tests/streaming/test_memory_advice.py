@@ -8,6 +8,7 @@ import torch
 
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.resources import GIB
+from megatrain_verl.streaming.device_plan import device_bytes
 from megatrain_verl.streaming.memory_advice import advice
 from megatrain_verl.streaming.pass_plan import PassPlan
 from tests import oracle
@@ -44,6 +45,15 @@ def test_advice_names_options_and_amounts():
     assert saved["resident_layers"] > (4 * 2 * 233_057_792 + 2 * 16_384 * 152_064) / GIB
     assert saved["device_activation_gb"] == pytest.approx(28 * 16_384 * 3584 * 2 / GIB, abs=0.01)
     assert saved["head_chunk_tokens"] == pytest.approx(512 * 152_064 * 18 / GIB, abs=0.01)
+
+
+def test_tokens_that_fit_do_not_depend_on_where_in_a_layer_the_pass_failed():
+    """65,536 tokens on 12 GiB fail at the first norm, with little allocated; the backward pass would need 30 GiB."""
+    plan, config = PassPlan((1,)), StreamingConfig(resident_layers=0)
+    text = advice(Qwen7B(), config, [65_536], plan, wanted=int(12.1 * GIB), limit=int(12 * GIB))
+    (tokens,) = map(int, re.findall(r"at most about (\d+) tokens", text))
+    needed = sum(device_bytes(Qwen7B(), config, tokens, tokens).values())
+    assert 11 * GIB < needed < 12.5 * GIB
 
 
 def test_advice_for_a_lean_scoring_pass_names_no_option_of_training():
