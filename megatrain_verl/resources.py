@@ -57,6 +57,8 @@ class HostPlan:
         """
         if config.expert_parts > 1 and ranks > 1:
             raise ValueError(f"expert_parts={config.expert_parts} works with one GPU, not with {ranks}; set it to 1")
+        if config.speculative_adamw_gb and trainable and ranks > 1:
+            raise ValueError(f"speculative_adamw_gb works with one GPU, not with {ranks}; set it to 0")
         dtypes = arena_dtypes(config, trainable=trainable, reference=reference)
         units = list(zip(model.unit_sizes, model.trained_sizes, strict=True))
         sizes = {

@@ -202,8 +202,6 @@ class ParameterState:
                 group.gather([], "the memory of all arenas")
                 state.parts = [unit.part(*part_of(unit.plan.trained, group.rank, group.size)) for unit in state.units]
             spared = units_with_spares(plan.unit_sizes, plan.trained_sizes, config) if trainable else []
-            if spared and group.size > 1:
-                raise ValueError("speculative_adamw_gb works with one process only; set it to 0 for several GPUs")
             written = {kind: dtype for kind, dtype in kinds.items() if kind in TRAINED}
             for index in spared:
                 state.units[index].spare = arenas(plan.units[index], written, ".spare")

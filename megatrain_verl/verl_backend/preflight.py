@@ -124,4 +124,4 @@ def _check_weight_transfer(config: DictConfig, plan: ModelPlan) -> None:
             f"{plan.hub.checkpoint_name(largest)} has {nbytes} bytes and does not fit into the weight transfer's "
             f"buffer; set {option}={-(-nbytes // MIB)} or more"
         )
-    check_shared_memory(bucket)
+    check_shared_memory(bucket * config.trainer.n_gpus_per_node)  # each rank fills one, all at once

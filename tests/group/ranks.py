@@ -114,6 +114,7 @@ class Task:
 
     family: str = "qwen2"
     tied: bool = False
+    dropout: float = 0.0  # of the attention's weights
     # Numbers of the rows of each rank, and rows per micro-batch.
     shares: list[list[int]] = field(default_factory=lambda: [[0, 1, 2], [3, 4, 5]])
     sizes: list[int] = field(default_factory=lambda: [1, 1, 1])
@@ -130,7 +131,7 @@ LENGTHS = [11, 5, 20, 9, 3, 14]
 
 def engine(task: Task, group: Group = ALONE) -> StreamingEngine:
     """An engine with the weights of the oracle's model."""
-    config = oracle.tiny_config(task.family, tied=task.tied)
+    config = oracle.tiny_config(task.family, tied=task.tied, attention_dropout=task.dropout)
     settings = {"dtype": "float32", "optimizer_backend": "torch", "head_chunk_tokens": 7, "cpu_threads": 1}
     settings |= task.settings | task.own_settings.get(group.rank, {})
     made = StreamingEngine(
@@ -296,6 +297,21 @@ def wait_for_device(group: HostGroup, pieces: int, last: float) -> float:
         group.wait_for(device.record(), "outputs computed")
     group.gather([], "the next step")
     return time.monotonic() - start
+
+
+def read_slowly(group: HostGroup, seconds: float) -> float:
+    """The first rank's file system stands still for so long; how long this rank has waited for it."""
+    start = time.monotonic()
+    with group.by_first("the weights") as mine:
+        if mine:
+            time.sleep(seconds)
+    return time.monotonic() - start
+
+
+def share_cores(group: HostGroup, own: list[set[int]]) -> int:
+    """How many of its cores each rank takes, where rank r may run on the cores `own[r]`."""
+    os.sched_setaffinity(0, own[group.rank])
+    return group.cores()
 
 
 def lose_device(group: HostGroup) -> None:

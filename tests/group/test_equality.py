@@ -4,15 +4,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import Qwen3MoeConfig
 
-from megatrain_verl.config import LoraSettings
+from megatrain_verl.config import AdamWConfig, LoraSettings, StreamingConfig
 from megatrain_verl.streaming.adapters import DOWN, UP
+from megatrain_verl.streaming.engine import StreamingEngine
+from megatrain_verl.streaming.group.group import Group
 from tests import oracle
+from tests.families.configs import family_config
+from tests.families.test_experts import plain_router_loss
 from tests.group import ranks
 from tests.group.ranks import Task
 
+ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 TASKS = {
     "even": Task(),
     "uneven shares of a tied model": Task(tied=True, shares=[[0, 1, 2, 3, 5], [4]]),
@@ -44,6 +51,42 @@ def test_loss_norm_and_weights_equal_those_of_one_rank(task: Task) -> None:
         assert close(after_two_steps, alone["weights"][1]) and close(end, alone["weights"][2])
         assert not any(np.array_equal(start[name], after_two_steps[name]) for name in start)
         assert all(np.array_equal(end[name], together[0]["weights"][2][name]) for name in end)
+
+
+def router_step(group: Group, shares: list[list[Tensor]]) -> tuple[float, float]:
+    """(this rank's part of the router loss, norm of its gradient) of a mixture of experts; there is no other loss."""
+    config = family_config("Mixtral-8x7B", **ROUTER_LOSS)
+    settings = StreamingConfig(dtype="float32", optimizer_backend="torch", cpu_threads=1)
+    engine = StreamingEngine(config, settings, AdamWConfig(), device="cpu", group=group)
+    engine.load_weights(oracle.plain_model(config).state_dict().items())
+    batch = oracle.pack(shares[group.rank])
+    engine.forward_backward([batch], lambda index, outputs: 0.0 * outputs.log_probs.sum())
+    return engine.router_loss.item(), engine.optimizer_step()
+
+
+def test_each_rank_has_a_router_loss_weighted_by_its_tokens() -> None:
+    model = oracle.plain_model(family_config("Mixtral-8x7B", **ROUTER_LOSS))
+    shares = [oracle.random_rows([11, 24], seed=1), oracle.random_rows([5, 9], seed=2)]
+    parts = (35 / 49, 14 / 49)
+    losses = [0.5 * part * plain_router_loss(model, rows) for part, rows in zip(parts, shares, strict=True)]
+    sum(losses).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+    for rank, loss in zip(ranks.run(router_step, 2, shares), losses, strict=True):
+        assert rank.error is None, rank
+        assert rank.result == pytest.approx((loss.item(), norm), rel=1e-5)
+
+
+def dropout_losses(group: Group) -> list[float]:
+    """Losses of the same row in two steps, in which dropout hides much."""
+    made = ranks.engine(Task(dropout=0.5), group)
+    return [ranks.train_step(made, 0, 1, [2])[0] for _ in range(2)]
+
+
+def test_ranks_and_steps_draw_dropout_masks_of_their_own() -> None:
+    (first, second), (other_first, other_second) = [rank.result for rank in ranks.run(dropout_losses, 2)]
+    assert len({first, second, other_first, other_second}) == 4
+    assert abs(first - other_first) > 1e-3 * abs(first)
 
 
 def test_lora_adapters_equal_those_of_one_rank() -> None:

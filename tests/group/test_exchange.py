@@ -1,5 +1,7 @@
 """Sums of gradients over ranks: every element once, in rank order, whatever the sizes."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -22,10 +24,22 @@ def gradients(rank: int) -> list[np.ndarray]:
     ]
 
 
+class SlowReader(GradientExchange):
+    """Takes its time before it reads what the others have sent."""
+
+    def _add(self, own: torch.Tensor, slot: int) -> None:
+        time.sleep(0.01)
+        super()._add(own, slot)
+
+
 def reduce_all(group: HostGroup) -> list[np.ndarray]:
-    """This rank's parts of the sums; mailboxes of 256 elements, so that most units take several rounds."""
+    """This rank's parts of the sums; mailboxes of 256 elements, so that most units take several rounds.
+
+    The last rank reads slowly, and the others may not write over what it has not read.
+    """
     mailboxes.MAILBOX_BYTES = 4 * mailboxes.SLOTS * group.size * 256
-    exchange = GradientExchange(group, InlineQueue(), "cpu")
+    kind = SlowReader if group.rank == group.size - 1 else GradientExchange
+    exchange = kind(group, InlineQueue(), "cpu")
     parts = [exchange.reduce(torch.from_numpy(gradient)).numpy().copy() for gradient in gradients(group.rank)]
     exchange.close()
     group.close()

@@ -94,6 +94,11 @@ def test_a_rank_that_waits_for_its_device_is_waited_for_while_that_goes_on() -> 
     assert hung[0].seconds < 30  # the patience is 3 s, the device hangs for 100
 
 
+def test_a_rank_that_waits_for_a_file_is_waited_for() -> None:
+    waited = ranks.run(ranks.read_slowly, 2, 5.0, patience=2.0)
+    assert [rank.error for rank in waited] == [None, None] and min(rank.result for rank in waited) > 4.9
+
+
 def test_an_error_of_the_device_is_told_by_the_rank_that_has_it() -> None:
     for rank in ranks.run(ranks.lose_device, 2):
         assert rank.error.startswith("RankFailed: rank 1 (process "), rank
@@ -145,13 +150,21 @@ def test_ranks_of_different_models_refuse_each_other() -> None:
 
 def test_updates_ahead_of_the_norm_are_refused() -> None:
     ended = ranks.run(ranks.train, 2, Task(settings={"speculative_adamw_gb": 1.0}))
-    assert all("speculative_adamw_gb works with one process only" in rank.error for rank in ended)
+    assert all("speculative_adamw_gb works with one GPU, not with 2" in rank.error for rank in ended)
 
 
 def test_weights_that_cannot_be_loaded_end_all_ranks() -> None:
     ended = ranks.run(ranks.load_nothing, 2)
     assert ended[0].error.startswith("ValueError")
     assert ended[1].error.startswith("RankFailed: rank 0") and "ValueError" in ended[1].error
+
+
+def test_ranks_on_the_same_cores_divide_them() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2 or 1
+    for own, expected in (([cores, cores], [half, half]), ([cores, cores[:half]], [len(cores), half])):
+        taken = ranks.run(ranks.share_cores, 2, [set(mask) for mask in own])
+        assert [rank.result for rank in taken] == expected
 
 
 def test_one_process_alone_waits_for_nobody() -> None:

@@ -298,3 +298,7 @@ def test_shared_memory_must_take_the_transfer_buffer(tiny: HFModelConfig, data: 
     bucket = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
     with pytest.raises(ValueError, match="/dev/shm"):
         check(run_config(tiny, data, GROUP, f"{bucket}={1 << 30}"))
+    fits_once = f"{bucket}={shutil.disk_usage('/dev/shm').free * 2 // 3 >> 20}"
+    check(run_config(tiny, data, GROUP, fits_once))
+    with pytest.raises(ValueError, match="/dev/shm"):  # each rank has a buffer
+        check(run_config(tiny, data, GROUP, fits_once, "trainer.n_gpus_per_node=2"))

@@ -22,14 +22,13 @@ class Counter(IntEnum):
 
     ARRIVED = 0  # barriers and gathers
     SENT = 1  # rounds of the gradient exchange whose parts it has put into the others' mailboxes
-    READ = 2  # rounds whose parts it has taken out of its own mailbox
-    UPDATED = 3  # units whose part it has updated
-    BEATS = 4  # grows while the process runs
-    ACTIVITY = 5  # grows while the thread that trains works, or waits for what goes on
-    FINISHED = 6  # pieces of work that its queues have done: of AdamW, of the device
-    LEFT = 7  # 1 when it has closed the group
-    FAILED_AT = 8  # time in ns at which it found a failure; 0: none
-    PID = 9
+    UPDATED = 2  # units whose part it has updated
+    BEATS = 3  # grows while the process runs
+    ACTIVITY = 4  # grows while the thread that trains works, or waits for what goes on
+    FINISHED = 5  # pieces of work that its queues have done: of AdamW, of the device
+    LEFT = 6  # 1 when it has closed the group
+    FAILED_AT = 7  # time in ns at which it found a failure; 0: none
+    PID = 8
 
 
 class ControlPage:
@@ -92,5 +91,4 @@ class ControlPage:
 
     def release_device_waits(self) -> None:
         """Let everything pass that waits for a count of the exchange: nobody will count on."""
-        for counter in (Counter.SENT, Counter.READ):
-            self._counters[counter] = RELEASED
+        self._counters[Counter.SENT] = RELEASED

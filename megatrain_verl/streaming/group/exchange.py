@@ -2,8 +2,11 @@
 
 Every rank sends each other rank that rank's part of its own gradient, in rounds of one chunk per receiver, and adds
 what it receives to its own. So 1/size of each gradient leaves each device for the host, and what is computed does not
-depend on who comes first. A count in shared memory says how many rounds a rank has sent, another how many it has read;
-on CUDA the stream itself writes them and waits for them.
+depend on who comes first. A count in shared memory says how many rounds a rank has sent; on CUDA the stream itself
+writes it and waits for it.
+
+A mailbox has two slots, used in turn. Who sends round r + 2 has waited until the others had sent round r + 1, and they
+had read round r before that: the slot is free.
 """
 
 from functools import partial
@@ -47,15 +50,12 @@ class GradientExchange:
 
     def _round(self, chunks: list[Tensor], slot: int) -> None:
         rank, queue = self._group.rank, self._queue
-        self._counts.wait(Counter.READ, self._rounds - SLOTS + 1, "a free slot in the mailboxes")
         for receiver, chunk in enumerate(chunks):
             if receiver != rank and chunk.numel():
                 queue.run(partial(self._mailboxes.put, receiver, slot, chunk))
-        self._counts.write(Counter.SENT, self._rounds + 1)
-        self._counts.wait(Counter.SENT, self._rounds + 1, "the others' gradients")
+        self._counts.write_and_wait(self._rounds + 1)
         if chunks[rank].numel():
             queue.run(partial(self._add, chunks[rank], slot))
-        self._counts.write(Counter.READ, self._rounds + 1)
         self._rounds += 1
 
     @torch.no_grad()
@@ -73,46 +73,36 @@ class GradientExchange:
 
 
 class HostCounts:
-    """Counts that the host writes and waits for, where work runs inline."""
+    """Counts of sent rounds that the host writes and waits for, where work runs inline."""
 
     def __init__(self, group: HostGroup, queue: WorkQueue) -> None:
         self._group, self._queue = group, queue
 
-    def write(self, counter: Counter, value: int) -> None:
-        """After the work so far, set this rank's count."""
-        self._queue.run(partial(self._group.control.set, counter, value))
-
-    def wait(self, counter: Counter, least: int, purpose: str) -> None:
-        """What follows waits until every rank's count is `least` or more."""
-        self._queue.run(partial(self._group.wait_counts, counter, least, purpose))
+    def write_and_wait(self, sent: int) -> None:
+        """After the work so far this rank has sent so many rounds; what follows waits until every rank has."""
+        self._queue.run(partial(self._group.control.set, Counter.SENT, sent))
+        self._queue.run(partial(self._group.wait_counts, Counter.SENT, sent, "the others' gradients"))
 
     def close(self) -> None:
         """Nothing to release."""
 
 
 class DeviceCounts:
-    """Counts that a CUDA stream writes and waits for, in the group's page."""
+    """Counts of sent rounds that a CUDA stream writes and waits for, in the group's page."""
 
     def __init__(self, group: HostGroup, queue: CudaQueue) -> None:
-        self._group, self._stream = group, queue.stream
+        self._rank, self._stream = group.rank, queue.stream
         page = group.control
         self._page = page.address
         mapped = cuda_driver.map_host(page.address, page.nbytes)
-        self._addresses = {
-            (counter, rank): mapped + page.address_of(counter, rank) - page.address
-            for counter in (Counter.SENT, Counter.READ)
-            for rank in range(group.size)
-        }
+        self._addresses = [mapped + page.address_of(Counter.SENT, rank) - page.address for rank in range(group.size)]
 
-    def write(self, counter: Counter, value: int) -> None:
-        """After the work so far, set this rank's count."""
-        cuda_driver.write_count(self._stream, self._addresses[counter, self._group.rank], value)
-
-    def wait(self, counter: Counter, least: int, purpose: str) -> None:
-        """What follows waits until every rank's count is `least` or more; `purpose` is what the host would say."""
-        for rank in range(self._group.size):
-            if rank != self._group.rank:
-                cuda_driver.wait_count(self._stream, self._addresses[counter, rank], max(least, 0))
+    def write_and_wait(self, sent: int) -> None:
+        """After the work so far this rank has sent so many rounds; what follows waits until every rank has."""
+        cuda_driver.write_count(self._stream, self._addresses[self._rank], sent)
+        for rank, address in enumerate(self._addresses):
+            if rank != self._rank:
+                cuda_driver.wait_count(self._stream, address, sent)
 
     def close(self) -> None:
         """Unlock the page."""
