@@ -2,6 +2,7 @@
 
 import logging
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow.parquet
@@ -24,9 +25,10 @@ def check(data: DictConfig, tokenizer: PreTrainedTokenizerBase, processor: Proce
 
     Raises:
         ValueError: a missing, unreadable or empty file; no column `data.prompt_key`, or a row in which it does not
-            hold messages (verl would count it as too long); images that verl would leave out; fewer usable prompts
-            than one training batch; a prompt over `data.max_prompt_length` that `data` does not say to drop or to cut.
-            (verl's agent loop would cut it on the left with `data.truncation=error` too.)
+            hold messages (verl would count it as too long); images that verl would leave out or cannot read, or more
+            or fewer of them than a row's messages show; fewer usable prompts than one training batch; a prompt over
+            `data.max_prompt_length` that `data` does not say to drop or to cut. (verl's agent loop would cut
+            it on the left with `data.truncation=error` too.)
     """
     least_rows = {"train_files": data.train_batch_size, "val_files": 1}
     for option in least_rows:
@@ -84,6 +86,8 @@ def _usable_prompts(
     numbered = dataset.dataframe.add_column(ROW, list(range(len(dataset))))
     kept = set(dataset.maybe_filter_out_long_prompts(numbered)[ROW])
     too_long = [row for row in range(len(dataset)) if row not in kept]
+    if processor is not None:
+        _check_readable(option, data, dataset, too_long)
     if too_long and not data.filter_overlong_prompts:
         raise ValueError(
             f"data.{option} = {data[option]}: {len(too_long)} of {len(dataset)} prompts, the first in row "
@@ -114,14 +118,41 @@ def _check_prompts(option: str, data: DictConfig, dataset: RLHFDataset) -> None:
 
 
 def _check_images(option: str, data: DictConfig, dataset: RLHFDataset, processor: ProcessorMixin | None) -> None:
-    """verl leaves out the images of prompts for which it has no processor."""
+    """verl can read images if there are any, and messages show as many as their row has.
+
+    verl leaves out the images of prompts for which it has no processor.
+    """
     key = data.get("image_key", "images")
-    if processor is None and key in dataset.dataframe.column_names and any(dataset.dataframe[key]):
+    if key not in dataset.dataframe.column_names or not any(dataset.dataframe[key]):
+        return
+    where = f"data.{option} = {data[option]}"
+    if processor is None:
         raise ValueError(
-            f"data.{option} = {data[option]} has images in column {key} (data.image_key), but verl has no processor "
-            "for the model: it takes text only, its processor cannot be loaded (Qwen's needs torchvision), or it is "
-            "not one that verl 0.9.1 knows (Qwen2-VL, Qwen2.5-VL, Qwen3-VL)"
+            f"{where} has images in column {key} (data.image_key), but verl has no processor for the model: it takes "
+            "text only, its processor cannot be loaded (Qwen's needs torchvision), or it is not one that verl 0.9.1 "
+            "knows (Qwen2-VL, Qwen2.5-VL, Qwen3-VL)"
         )
+    if find_spec("qwen_vl_utils") is None:
+        raise ValueError(
+            f"{where} has images in column {key} (data.image_key), which verl reads by a package that is not "
+            "installed: pip install qwen-vl-utils"
+        )
+    rows = zip(dataset.dataframe[data.prompt_key], dataset.dataframe[key], strict=True)
+    for row, (messages, images) in enumerate(rows):
+        texts = [message["content"] for message in messages if isinstance(message["content"], str)]
+        shown = sum(text.count("<image>") for text in texts)
+        if shown != len(images or ()):
+            raise ValueError(f"{where}, row {row}: its messages have {shown} <image> for {len(images or ())} images")
+
+
+def _check_readable(option: str, data: DictConfig, dataset: RLHFDataset, rows: list[int]) -> None:
+    """Name the first of `rows` whose images cannot be read: verl counts such rows as too long."""
+    for row in rows:
+        try:
+            messages = dataset._build_messages(dataset.dataframe[row], key=data.prompt_key)
+            dataset._process_multi_modal_info(messages, dataset.image_patch_size, dataset.config)
+        except Exception as error:  # of whatever kind Pillow and qwen-vl-utils raise
+            raise ValueError(f"data.{option} = {data[option]}, row {row}: cannot read its images: {error}") from error
 
 
 def _are_messages(value: object) -> bool:

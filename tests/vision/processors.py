@@ -12,7 +12,9 @@ from transformers import (
     ProcessorMixin,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
 )
+from transformers.utils import is_torchvision_available
 
 from tests.sft.cases import byte_tokenizer
 from tests.vision import cases
@@ -24,8 +26,9 @@ TOKENS = {
 }
 SHOWN = {"llava_next": "<image>", "gemma3": "<start_of_image>", "qwen2_5_vl": "<|image_pad|>"}
 CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
-    "{{ 'IMAGE' if part.type == 'image' else part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ 'IMAGE' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -51,8 +54,11 @@ def make(family: str) -> ProcessorMixin:
         return Gemma3Processor(image_processor=images, image_seq_length=9, **shared)
     size = {"shortest_edge": 256, "longest_edge": 1024}
     images = Qwen2VLImageProcessor(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
-    no_video = BaseVideoProcessor.__new__(BaseVideoProcessor)  # a real one needs torchvision; the rows have no video
-    return Qwen2_5_VLProcessor(image_processor=images, video_processor=no_video, **shared)
+    if is_torchvision_available():  # vLLM asks it for the sizes of videos
+        video = Qwen2VLVideoProcessor(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    else:
+        video = BaseVideoProcessor.__new__(BaseVideoProcessor)  # the rows have no video
+    return Qwen2_5_VLProcessor(image_processor=images, video_processor=video, **shared)
 
 
 def save(family: str, folder: Path) -> None:
