@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from megatrain_verl.config import AdamWConfig, LoraSettings, StreamingConfig
 from megatrain_verl.resources import HostPlan, check_host_memory, check_spill
-from megatrain_verl.streaming import adapters, checkpoint, memory_advice, weight_files
+from megatrain_verl.streaming import adapters, checkpoint, linear_attention, memory_advice, weight_files
 from megatrain_verl.streaming.activations import ActivationStore, SpillArea
 from megatrain_verl.streaming.attention import check_available, check_layers
 from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs, check_micro_batches
@@ -79,6 +79,7 @@ class StreamingEngine:
         self.host_plan = HostPlan.of(self.plan, config, trainable=trainable, reference=copies, ranks=group.size)
         check_host_memory(self.host_plan, config)
         if trainable:
+            linear_attention.check_kernels(self.plan.structures)
             adamw = HostAdamW(config.optimizer_backend, config.cpu_threads or group.cores())
         self.state = ParameterState.allocate(
             self.plan, config, trainable=trainable, reference=copies, register=device == "cuda", group=group

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from megatrain_verl.streaming.layer_arguments import DecoderSkeleton
+from megatrain_verl.streaming.linear_attention import is_linear_attention
 from megatrain_verl.streaming.model_units import ALIGNMENT, ParameterSpan, Range, UnitPlan
-from megatrain_verl.streaming.unpacked_rows import is_linear_attention
 
 EXPERTS = "experts"  # transformers' name of the module with the routed experts, in every family
 # Steps of autograd through which a sum stays a sum: addition, other shapes of the same rows, other types.

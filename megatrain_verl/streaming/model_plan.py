@@ -235,6 +235,7 @@ def plan_model(
     config = copy.deepcopy(config)  # it will name our attention; the caller's config is what gets exported
     with torch.device("meta"):
         model = model_class(config).from_config(config, attn_implementation=attention.of_parts(config))
+    model.to("meta")  # norms of flash-linear-attention are made on the GPU, whatever the context says
     freeze_parameters(model, freeze)
     decoder = decoder_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from megatrain_verl.streaming.attention import RowLayout, RowMask
+from megatrain_verl.streaming.linear_attention import give_boundaries, is_linear_attention, takes_boundaries
 
 MOST_PADDED = 2  # times the tokens, in a batch of rows; beyond it the rows are called one by one
 
@@ -22,30 +23,12 @@ def install(layer: nn.Module) -> None:
     """Let the modules of `layer` that need it see their rows apart; `layer` is changed."""
     for module in layer.modules():
         if is_linear_attention(module):
-            call = _with_boundaries if _takes_boundaries(module) else _with_rows_apart
-            module.forward = partial(call, module.forward, True)
+            if takes_boundaries(module):
+                give_boundaries(module)
+            else:
+                module.forward = partial(_with_rows_apart, module.forward, True)
         elif getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             module.forward = partial(_with_rows_apart, module.forward, False)
-
-
-def is_linear_attention(module: nn.Module) -> bool:
-    """Whether a module is gated delta-rule attention, as in Qwen3-Next and Qwen3.5."""
-    return hasattr(module, "chunk_gated_delta_rule")
-
-
-def _takes_boundaries(module: nn.Module) -> bool:
-    """Whether both kernels are those of the packages that transformers' fast path needs, not its own stand-ins."""
-    return module.causal_conv1d_fn is not None and module.chunk_gated_delta_rule.__module__.startswith("fla.")
-
-
-@torch.compiler.disable
-def _with_boundaries(
-    forward: Callable[..., Tensor], is_linear: bool, hidden_states: Tensor, attention_mask: RowMask, **named: object
-) -> Tensor:
-    rows = attention_mask.rows
-    row_of_token = torch.repeat_interleave(rows.cu_seqlens.diff(), output_size=hidden_states.shape[1])
-    boundaries = {"cu_seq_lens_q": rows.cu_seqlens, "seq_idx": row_of_token.to(torch.int32)[None]}
-    return forward(hidden_states=hidden_states, attention_mask=None, **{**named, **boundaries})
 
 
 @torch.compiler.disable  # how the rows lie changes with every micro-batch: nothing here may become part of a graph
