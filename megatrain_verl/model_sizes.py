@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 
 from megatrain_verl.config import LoraSettings
 from megatrain_verl.streaming.adapters import Adapters
+from megatrain_verl.streaming.expert_parts import separable_experts
+from megatrain_verl.streaming.layer_arguments import decoder_of
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
@@ -34,10 +36,11 @@ class ModelSizes:
     # Of `layer_sizes` and `edge_sizes`, what is trained.
     trained_layer_sizes: tuple[int, ...]
     trained_edge_sizes: tuple[int, ...]
-    # Of `layer_sizes`, the routed experts, whose number is `num_experts`; 0 in a dense layer or model.
+    # Of `layer_sizes`, the routed experts; 0 in a dense layer.
     expert_sizes: tuple[int, ...]
     trained_expert_sizes: tuple[int, ...]
-    num_experts: int
+    # Experts of a layer that can be streamed in parts; 0 if there are none.
+    separable_experts: int
 
     @property
     def unit_sizes(self) -> tuple[int, ...]:
@@ -66,7 +69,7 @@ class ModelSizes:
         if lora is not None:
             Adapters.add(model, lora)
         text = config.get_text_config()
-        layers = model.get_decoder().layers
+        layers = decoder_of(model).layers
         embedding = model.get_input_embeddings().weight
         output = model.get_output_embeddings()
         head = embedding if output is None else output.weight
@@ -96,7 +99,7 @@ class ModelSizes:
             ),
             expert_sizes=tuple(_count_experts(layer) for layer in layers),
             trained_expert_sizes=tuple(_count_experts(layer, trained=True) for layer in layers),
-            num_experts=num_experts(text),
+            separable_experts=separable_experts(layers),
         )
 
 

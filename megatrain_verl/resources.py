@@ -126,11 +126,11 @@ def check_spill(config: StreamingConfig, plan: HostPlan, nbytes: int) -> None:
     else:
         available, source = available_host_memory()
     if nbytes * MARGIN > available:
+        fewer = f"checkpoint_interval={2 * config.checkpoint_interval} to keep half as many, "
         raise ValueError(
             f"the layer inputs of this step need {nbytes / GIB:.2f} GiB of host memory beyond the device's share, "
             f"{available / GIB:.2f} GiB are available ({source}): set wave_tokens to run the step in waves (its "
-            f"gradients then take float32), checkpoint_interval={2 * config.checkpoint_interval} to keep half as many, "
-            "or lower the tokens per step"
+            f"gradients then take float32), {fewer if config.expert_parts == 1 else ''}or lower the tokens per step"
         )
 
 

@@ -77,10 +77,9 @@ def report(arguments: argparse.Namespace, rates: Rates = RATES) -> dict[str, obj
     target = "all-linear" if modules == ["all-linear"] else modules
     lora = LoraSettings(arguments.lora_rank, target_modules=target) if arguments.lora_rank else None
     sizes, model_type = read_sizes(arguments.model, lora)
-    if arguments.expert_parts > max(1, sizes.num_experts):
-        raise ValueError(
-            f"--expert-parts {arguments.expert_parts}: a layer of this model has {sizes.num_experts} experts"
-        )
+    if arguments.expert_parts > max(1, sizes.separable_experts):
+        found = f"{sizes.separable_experts or 'no'} experts that can be streamed apart"
+        raise ValueError(f"--expert-parts {arguments.expert_parts}: a layer of this model has {found}")
     options = {"checkpoint_interval": arguments.checkpoint_interval, "expert_parts": arguments.expert_parts}
     config = StreamingConfig(dtype=arguments.dtype, **options)
     # Without its adapters the model is the reference.
@@ -159,9 +158,9 @@ def _more_parts(result: dict, room: int, config: StreamingConfig, sizes: ModelSi
     """What the engine needs of `room` bytes with the first number of parts with which it fits, or the largest."""
     tokens = result["batch"]["micro_batch_tokens"], result["batch"]["tokens_per_step"]
     parts = 2 * config.expert_parts
-    while parts <= sizes.num_experts and config.checkpoint_interval == 1:
+    while parts <= sizes.separable_experts and config.checkpoint_interval == 1:
         needed = sum(device_bytes(sizes, replace(config, resident_layers=0, expert_parts=parts), *tokens).values())
-        if needed <= room or 2 * parts > sizes.num_experts:
+        if needed <= room or 2 * parts > sizes.separable_experts:
             yield f"GPU memory: with expert_parts={parts} the engine needs {needed / GIB:.1f} of {room / GIB:.1f} GiB"
             return
         parts *= 2
@@ -189,9 +188,11 @@ def _advice(
     if result.get("vllm_weight_bytes", 0) > arguments.gpu_memory:
         yield f"vLLM awake: {result['vllm_weight_bytes'] / 1e9:,.0f} GB of bfloat16 weights do not fit on the GPU"
     if spilled := result["batch"]["spilled_bytes"]:
+        # Experts in parts need every layer's input.
+        interval = f"; checkpoint_interval={2 * config.checkpoint_interval} halves them"
         yield (
-            f"kept layer inputs: {spilled / GIB:.1f} GiB of a step go to host memory beside the plan; "
-            f"checkpoint_interval={2 * config.checkpoint_interval} halves them"
+            f"kept layer inputs: {spilled / GIB:.1f} GiB of a step go to host memory beside the plan"
+            f"{interval if config.expert_parts == 1 else ''}"
         )
 
 

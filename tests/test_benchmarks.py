@@ -24,7 +24,7 @@ def _spec(system: str, workload: Workload = TINY) -> dict:
 def _sizes(layers: int, edge: int) -> ModelSizes:
     total = layers + 2 * edge
     trained = {"trained_layer_sizes": (layers,), "trained_edge_sizes": (edge, edge)}
-    trained |= {"expert_sizes": (0,), "trained_expert_sizes": (0,), "num_experts": 0}
+    trained |= {"expert_sizes": (0,), "trained_expert_sizes": (0,), "separable_experts": 0}
     return ModelSizes(total, total, layers, (layers,), (edge, edge), edge, 1, 1, 0, 1, tied=False, **trained)
 
 

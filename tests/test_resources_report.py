@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import GptOssConfig, Qwen2Config
+from transformers import GptOssConfig, Llama4TextConfig, Qwen2Config
 
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.model_sizes import ModelSizes
-from megatrain_verl.resources import HostPlan
+from megatrain_verl.resources import HostPlan, check_spill
 from megatrain_verl.resources_report import command_line, parse_size, read_sizes, report
 from megatrain_verl.streaming.device_plan import device_bytes
 from megatrain_verl.streaming.model_plan import plan_model
@@ -141,5 +141,28 @@ def test_a_mixture_that_does_not_fit_is_told_in_how_many_parts_it_would(tmp_path
     assert report(command_line().parse_args([*arguments, "--expert-parts", parts]))["fits"]["gpu"] is True
     fewer = report(command_line().parse_args([*arguments, "--expert-parts", str(int(parts) // 2)]))
     assert fewer["fits"]["gpu"] is False and advice in fewer["what_to_change"]
-    with pytest.raises(ValueError, match="a layer of this model has 128 experts"):
+    with pytest.raises(ValueError, match="a layer of this model has 128 experts that can be"):
         report(command_line().parse_args([*arguments, "--expert-parts", "129"]))
+
+
+def test_parts_are_not_named_for_experts_that_cannot_be_streamed_apart(tmp_path):
+    Llama4TextConfig(num_hidden_layers=4).save_pretrained(tmp_path)
+    arguments = ["--model", str(tmp_path), "--gpu-memory", "24GB", "--micro-batch-tokens", "4096"]
+    whole = report(command_line().parse_args(arguments))
+    assert whole["fits"]["gpu"] is False and not any("expert_parts" in line for line in whole["what_to_change"])
+    with pytest.raises(ValueError, match="a layer of this model has no experts that can be streamed apart"):
+        report(command_line().parse_args([*arguments, "--expert-parts", "2"]))
+
+
+@pytest.mark.parametrize("parts, named", [("1", True), ("8", False)])
+def test_no_checkpoint_interval_is_named_beside_parts_which_exclude_it(tmp_path, parts, named):
+    GptOssConfig().save_pretrained(tmp_path)
+    arguments = ["--model", str(tmp_path), "--gpu-memory", "60GB", "--expert-parts", parts, "--seq-len", "8192"]
+    result = report(command_line().parse_args([*arguments, "--tokens-per-step", "4000000"]))
+    (advice,) = (line for line in result["what_to_change"] if "kept layer inputs" in line)
+    assert ("checkpoint_interval=2" in advice) == named
+    plan = HostPlan({"weight": 0}, 1)
+    config = StreamingConfig(expert_parts=int(parts), host_memory_gb=1.0)
+    with pytest.raises(ValueError, match="layer inputs of this step need 2.00 GiB") as refused:
+        check_spill(config, plan, 2 << 30)
+    assert ("checkpoint_interval=2" in str(refused.value)) == named

@@ -25,8 +25,8 @@ class Rates:
 
 class Sizes(Protocol):
     """What planning needs of a model: elements per layer, of the experts in it, of embedding, head and vision part, and
-    of the largest of these in each device slot; the trained ones; how many experts a layer has; whether embedding and
-    head are one; parameters of all layers that a token passes; widths.
+    of the largest of these in each device slot; the trained ones; how many experts of a layer can be streamed apart;
+    whether embedding and head are one; parameters of all layers that a token passes; widths.
     """
 
     layer_sizes: tuple[int, ...]
@@ -35,7 +35,7 @@ class Sizes(Protocol):
     trained_layer_sizes: tuple[int, ...]
     trained_edge_sizes: tuple[int, ...]
     trained_expert_sizes: tuple[int, ...]
-    num_experts: int
+    separable_experts: int
     slot_sizes: dict[str, int]
     trained_slot_sizes: dict[str, int]
     tied: bool
@@ -105,7 +105,7 @@ def _pieces(sizes: Sizes, parts: int, *, trained: bool = False) -> tuple[int, in
     if parts == 1:
         return max(layers), 0
     dense = max(layer - inside for layer, inside in zip(layers, experts, strict=True))
-    return dense, max(experts) // sizes.num_experts * math.ceil(sizes.num_experts / parts)
+    return dense, max(experts) // sizes.separable_experts * math.ceil(sizes.separable_experts / parts)
 
 
 def _largest_trained(sizes: Sizes, parts: int) -> int:

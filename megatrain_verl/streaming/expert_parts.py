@@ -8,7 +8,7 @@ does nothing else with it, is read from the graph of its layer when the model is
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -108,6 +108,12 @@ def split_layers(units: list[UnitPlan], structures: list[nn.Module], decoder: nn
         unit.parts = _split(unit, path, layer.get_submodule(path).num_experts, parts)
 
 
+def separable_experts(layers: Iterable[nn.Module]) -> int:
+    """How many experts each of `layers` has that can be streamed apart; 0 without experts, or with another kind."""
+    paths = ((layer, _find_experts(layer)) for layer in layers)
+    return min((_separable(layer.get_submodule(path)) for layer, path in paths if path is not None), default=0)
+
+
 def _split(unit: UnitPlan, path: str, num_experts: int, parts: int) -> list[UnitPlan]:
     bounds = [num_experts * number // parts for number in range(parts + 1)]
     dense = PartPlan(unit.name, [], 0, unit.structure, experts=path)
@@ -131,15 +137,22 @@ def _find_experts(layer: nn.Module) -> str | None:
 
 def _check_experts(layer: nn.Module, path: str, parts: int) -> None:
     experts = layer.get_submodule(path)
-    name, number = type(experts).__name__, getattr(experts, "num_experts", None)
-    merged = all("." not in local and tensor.shape[0] == number for local, tensor in experts.named_parameters())
-    if not merged or len(inspect.signature(experts.forward).parameters) != 3 or any(experts.buffers()):
+    name, number = type(experts).__name__, _separable(experts)
+    if number == 0:
         raise ValueError(
             f"expert_parts={parts} needs experts whose tensors have one row each and that are called with hidden "
             f"states, choices and weights; {name} is another kind: leave expert_parts out"
         )
     if parts > number:
         raise ValueError(f"expert_parts={parts}: a layer of {name} has {number} experts; set it to {number} at most")
+
+
+def _separable(experts: nn.Module) -> int:
+    """The number of `experts`, or 0 if they are no module that some of them can stand in for."""
+    number = getattr(experts, "num_experts", 0)
+    merged = all("." not in local and tensor.shape[0] == number for local, tensor in experts.named_parameters())
+    called = len(inspect.signature(experts.forward).parameters) == 3
+    return number if merged and called and not any(experts.buffers()) else 0
 
 
 def _check_additive(layer: nn.Module, path: str, hidden_size: int, arguments: dict[str, object]) -> None:

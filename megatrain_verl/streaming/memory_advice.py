@@ -114,7 +114,7 @@ def _savings(
         kept = micro_batch * sizes.vocab_size * itemsize if plan.keep_logit_gradients else 0
         kept += plan.kept_layers * wave * max(0.0, saved - sizes.hidden_size * itemsize)
         savings["resident_layers=0"] = _fixed_bytes(sizes, config, plan) - lean + kept
-    parts = min(2 * config.expert_parts, sizes.num_experts)
+    parts = min(2 * config.expert_parts, sizes.separable_experts)
     if parts > config.expert_parts and config.checkpoint_interval == 1:
         lean, split = replace(config, resident_layers=0), replace(config, resident_layers=0, expert_parts=parts)
         before, after = (

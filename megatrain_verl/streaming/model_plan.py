@@ -18,7 +18,7 @@ from megatrain_verl.model_sizes import in_experts
 from megatrain_verl.streaming import attention, vision_plan
 from megatrain_verl.streaming.adapters import Adapters
 from megatrain_verl.streaming.attention import MaskKind
-from megatrain_verl.streaming.expert_parts import split_layers
+from megatrain_verl.streaming.expert_parts import separable_experts, split_layers
 from megatrain_verl.streaming.hub_layout import HubLayout
 from megatrain_verl.streaming.layer_arguments import DecoderSkeleton, decoder_of, embedding_scale
 from megatrain_verl.streaming.model_units import UnitPlan, freeze_parameters, plan_buffers, plan_unit
@@ -164,9 +164,9 @@ class ModelPlan:
         return tuple(sum(span.numel for span in layer) for layer in spans)
 
     @property
-    def num_experts(self) -> int:
-        """Routed experts of a mixture layer; 0 in a dense model."""
-        return model_sizes.num_experts(self.config.get_text_config())
+    def separable_experts(self) -> int:
+        """Experts of a mixture layer that can be streamed in parts; 0 if there are none."""
+        return separable_experts(self.structures)
 
     @property
     def hidden_size(self) -> int:

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from megatrain_verl.config import StreamingConfig
+from megatrain_verl.model_sizes import ModelSizes
 from megatrain_verl.resources import GIB
 from megatrain_verl.streaming.device_plan import device_bytes
 from megatrain_verl.streaming.memory_advice import advice
+from megatrain_verl.streaming.model_plan import plan_model
 from megatrain_verl.streaming.pass_plan import PassPlan
 from tests import oracle
+from tests.families.configs import family_config
 
 
 @dataclass
@@ -22,7 +25,7 @@ class Qwen7B:
     edge_sizes = (544_997_376, 545_000_960)
     trained_layer_sizes, trained_edge_sizes = layer_sizes, edge_sizes
     expert_sizes = trained_expert_sizes = (0,) * 28
-    num_experts = 0
+    separable_experts = 0
     slot_sizes = trained_slot_sizes = {"edge": 545_000_960}
     tied = False
     hidden_size, intermediate_size, experts_per_token, vocab_size = 3584, 18944, 0, 152_064
@@ -70,7 +73,7 @@ class GptOss120B(Qwen7B):
     layer_sizes = trained_layer_sizes = (3_213_080_192,) * 36
     edge_sizes = trained_edge_sizes = (579_133_440, 579_136_320)
     expert_sizes = trained_expert_sizes = (3_186_000_000,) * 36
-    num_experts = 128
+    separable_experts = 128
     slot_sizes = trained_slot_sizes = {"edge": 579_136_320}
     hidden_size, intermediate_size, experts_per_token, vocab_size = 2880, 4 * 2880, 4, 201_088
 
@@ -84,6 +87,17 @@ def test_advice_for_a_mixture_names_parts_of_its_experts():
     assert "expert_parts=2" in text
     split = StreamingConfig(expert_parts=4)
     assert "expert_parts=8" in advice(GptOss120B(), split, [8_192], plan, wanted=int(60 * GIB), limit=int(40 * GIB))
+
+
+@pytest.mark.parametrize("name, parts", [("Llama-4-Scout", 0), ("Llama-2-7B", 0), ("GPT-OSS-20B", 8)])
+def test_advice_names_parts_only_where_the_engine_takes_them(name, parts):
+    """The experts of Llama 4 take other inputs, see test_expert_parts.py."""
+    config = family_config(name, hidden_size=256, intermediate_size=8192)
+    sizes, plan = ModelSizes.of(config), plan_model(config)
+    assert sizes.separable_experts == plan.separable_experts == parts
+    for model in (sizes, plan):
+        text = advice(model, StreamingConfig(resident_layers=0), [64], PassPlan((1,)), int(2 * GIB), int(1 * GIB))
+        assert ("expert_parts=2" in text) == (parts > 0)
 
 
 @pytest.mark.parametrize("place", ["head", "layer"])

@@ -108,7 +108,7 @@ class Shape:
     edge_sizes = (545_000_000, 545_000_000)
     trained_layer_sizes, trained_edge_sizes = layer_sizes, edge_sizes
     expert_sizes = trained_expert_sizes = (0,) * 28
-    num_experts = 0
+    separable_experts = 0
     slot_sizes = trained_slot_sizes = {"edge": 545_000_000}
     tied = False
     active_layer_parameters = sum(layer_sizes)
