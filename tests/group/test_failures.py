@@ -20,7 +20,8 @@ WHAT = {
     "killed": "its process has ended",
     "stopped": "its process has not run for 3 s",
     "asleep": "it stands still for",
-    "error": "ZeroDivisionError: a loss that cannot be computed",
+    "error": "ZeroDivisionError: what cannot be computed",
+    "error in AdamW": "ZeroDivisionError: what cannot be computed",
     "asleep in AdamW": "it stands still for",
     "asleep in exchange": "it stands still for",
     "asleep in forward": "it stands still for",
@@ -50,6 +51,7 @@ def processes_that_map(name: str) -> list[str]:
         ("asleep", 0),
         ("error", 1),
         ("refused", 2),
+        ("error in AdamW", 1),
         ("asleep in AdamW", 1),
         pytest.param("asleep in AdamW", 0, marks=pytest.mark.slow),
         pytest.param("asleep in exchange", 1, marks=pytest.mark.slow),
@@ -92,6 +94,11 @@ def test_a_rank_that_waits_for_its_device_is_waited_for_while_that_goes_on() -> 
     hung = ranks.run(ranks.wait_for_device, 2, 0, 100.0, victim=1, patience=3.0)
     assert hung[0].error.startswith("RankFailed: rank 1 (process ") and "it stands still for" in hung[0].error
     assert hung[0].seconds < 30  # the patience is 3 s, the device hangs for 100
+
+
+def test_a_stopped_rank_is_found_by_one_that_does_not_wait_for_it() -> None:
+    ended = ranks.run(ranks.work_alone, 2, victim=1, patience=2.0)
+    assert ended[0].error.startswith("RankFailed: rank 1 (process ") and "has not run for 2 s" in ended[0].error
 
 
 def test_a_rank_that_waits_for_a_file_is_waited_for() -> None:

@@ -85,3 +85,19 @@ def test_a_killed_process_ends_the_run_and_sigterm_or_ctrl_c_saves_it(tmp_path: 
             run.terminate()
         assert run.wait(120) == 0, printed(folder)[-3000:]
         assert "to go on: " in printed(folder) and "trainer.devices=[0,1]" in printed(folder)
+
+
+def test_ranks_end_with_the_process_that_has_started_them(tmp_path: Path) -> None:
+    run = f"run_ranks(stand_still, ({str(tmp_path)!r},), ['0', '1'])"
+    code = f"from megatrain_verl.sft.launch import run_ranks; from tests.sft.faults import stand_still; {run}"
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)})
+    try:
+        while len(ranks := [int(path.name) for path in tmp_path.iterdir()]) < 2:
+            assert parent.poll() is None
+            time.sleep(0.1)
+    finally:
+        parent.kill()  # as the kernel does without memory: it can end nobody
+    end = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.1)
