@@ -1,7 +1,7 @@
 """The table of docs/models.md from the results of the tests: `python -m tests.models_table RESULTS.xml...`.
 
     python -m pytest tests/families tests/vision tests/test_hub_layout.py -m "not slow" --junitxml=RESULTS.xml
-    python -m pytest tests/families/test_vllm.py -m slow --junitxml=VLLM.xml
+    python -m pytest tests/families/test_vllm.py tests/verl_backend/test_grpo_images.py -m slow --junitxml=VLLM.xml
 
 Rows are the model types that the engine takes, cells the tests of it that passed, of those that ran.
 """
@@ -20,7 +20,8 @@ from tests.families.configs import FAMILIES
 
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- written by tests/models_table.py -->\n", "<!-- end -->\n"
-COLUMNS = ("model type", "tested as", "alone", "packed", "images", "export", "vLLM", "SFT", "GRPO")
+TESTED = ("alone", "packed", "images", "export", "vLLM", "images in GRPO")
+COLUMNS = ("model type", "tested as", *TESTED, "SFT", "GRPO")
 STEPS = "test_three_steps_equal_plain_adamw"
 EXPORTS = (
     "test_names_and_shapes_are_those_that_transformers_saves",
@@ -29,6 +30,7 @@ EXPORTS = (
 )
 
 VLLM = "test_vllm_generates_what_transformers_does"
+GRPO_ON_IMAGES = "test_grpo_on_images"
 
 Results = dict[tuple[str, str], list[bool]]  # model type, column -> passed?
 
@@ -59,6 +61,8 @@ def results(*paths: str) -> Results:
             found[model_type, "export"].append(passed)
         elif function == VLLM:
             found[model_type, "vLLM"].append(passed)
+        elif function == GRPO_ON_IMAGES:
+            found[model_type, "images in GRPO"].append(passed)
     return found
 
 
@@ -77,7 +81,7 @@ def rows(found: Results) -> Iterator[list[str]]:
     for model_type in VERIFIED_MODEL_TYPES:
         names = [name for name, (kind, _) in FAMILIES.items() if kind == model_type]
         cells = [f"`{model_type}`", ", ".join(names) or "its own tiny config"]
-        for column in COLUMNS[2:7]:
+        for column in TESTED:
             passed = found.get((model_type, column), [])
             cells.append(f"{sum(passed)} of {len(passed)}" if passed else "-")
         yield [*cells, *(str(len(kind[model_type])) if model_type in kind else "-" for kind in (sft, rl))]

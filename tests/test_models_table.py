@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.models_table import STEPS, VLLM, results, rows
+from tests.models_table import GRPO_ON_IMAGES, STEPS, TESTED, VLLM, results, rows
 
 CASE = '<testcase classname="{module}" name="{name}">{outcome}</testcase>'
 CASES = [
@@ -14,6 +14,7 @@ CASES = [
     ("tests.test_hub_layout", "test_names_and_shapes_are_those_that_transformers_saves[gemma3]", ""),
     ("tests.families.test_vllm", f"{VLLM}[Gemma-2-9B]", ""),
     ("tests.families.test_vllm", f"{VLLM}[Phi-4]", "<skipped/>"),
+    ("tests.verl_backend.test_grpo_images", f"{GRPO_ON_IMAGES}[qwen3_vl]", ""),
 ]
 
 
@@ -21,8 +22,9 @@ def test_cells_count_passed_tests_of_each_model_type(tmp_path: Path) -> None:
     file = tmp_path / "results.xml"
     cases = "".join(CASE.format(module=module, name=name, outcome=outcome) for module, name, outcome in CASES)
     file.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    cells = {row[0]: row[2:7] for row in rows(results(str(file)))}
-    assert cells["`gemma2`"] == ["1 of 1", "0 of 1", "-", "-", "1 of 1"]
-    assert cells["`phi3`"] == ["-", "1 of 1", "-", "-", "-"]
-    assert cells["`gemma3`"] == ["-", "1 of 1", "1 of 1", "1 of 1", "-"]
-    assert cells["`llama`"] == ["-", "-", "-", "-", "-"]
+    cells = {row[0]: row[2 : 2 + len(TESTED)] for row in rows(results(str(file)))}
+    assert cells["`gemma2`"] == ["1 of 1", "0 of 1", "-", "-", "1 of 1", "-"]
+    assert cells["`phi3`"] == ["-", "1 of 1", "-", "-", "-", "-"]
+    assert cells["`gemma3`"] == ["-", "1 of 1", "1 of 1", "1 of 1", "-", "-"]
+    assert cells["`llama`"] == ["-", "-", "-", "-", "-", "-"]
+    assert cells["`qwen3_vl`"] == ["-", "-", "-", "-", "-", "1 of 1"]

@@ -121,9 +121,11 @@ def start(
         )
 
 
-def train(folder: Path, module: str, steps: int, *options: str) -> tuple[dict[int, dict[str, Any]], str]:
+def train(
+    folder: Path, module: str, steps: int, *options: str, **environment: str
+) -> tuple[dict[int, dict[str, Any]], str]:
     """Run `python -m module` until step `steps`; returns the metrics by step and what was printed."""
-    run = start(folder, module, steps, *options)
+    run = start(folder, module, steps, *options, **environment)
     try:
         returncode = run.wait(timeout=600)
     finally:

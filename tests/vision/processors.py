@@ -12,7 +12,10 @@ from transformers import (
     ProcessorMixin,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
 )
 from transformers.utils import is_torchvision_available
 
@@ -22,9 +25,17 @@ from tests.vision import cases
 TOKENS = {
     "llava_next": {"image_token": "<image>"},
     "gemma3": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
-    "qwen2_5_vl": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
 }
-SHOWN = {"llava_next": "<image>", "gemma3": "<start_of_image>", "qwen2_5_vl": "<|image_pad|>"}
+SHOWN = {"llava_next": "<image>", "gemma3": "<start_of_image>"}
+QWEN = {  # processors of images and of videos
+    "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor),
+    "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
+    "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
+}
+for _family in QWEN:
+    TOKENS[_family] = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    TOKENS[_family] |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+    SHOWN[_family] = "<|vision_start|><|image_pad|><|vision_end|>"
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{{ 'IMAGE' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
@@ -52,13 +63,14 @@ def make(family: str) -> ProcessorMixin:
     if family == "gemma3":
         images = Gemma3ImageProcessor(size={"height": 24, "width": 24})
         return Gemma3Processor(image_processor=images, image_seq_length=9, **shared)
-    size = {"shortest_edge": 256, "longest_edge": 1024}
-    images = Qwen2VLImageProcessor(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    kind, video = QWEN[family]
+    patches = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    patches["size"] = {"shortest_edge": 256, "longest_edge": 1024}
     if is_torchvision_available():  # vLLM asks it for the sizes of videos
-        video = Qwen2VLVideoProcessor(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+        videos = video(**patches)
     else:
-        video = BaseVideoProcessor.__new__(BaseVideoProcessor)  # the rows have no video
-    return Qwen2_5_VLProcessor(image_processor=images, video_processor=video, **shared)
+        videos = BaseVideoProcessor.__new__(BaseVideoProcessor)  # the rows have no video
+    return kind(image_processor=Qwen2VLImageProcessor(**patches), video_processor=videos, **shared)
 
 
 def save(family: str, folder: Path) -> None:

@@ -1,34 +1,53 @@
-"""A tiny Qwen2.5-VL that vLLM runs, with its processor."""
+"""Tiny models of Qwen's families with images that vLLM runs, with their processors.
 
+`python -m tests.vision.rollout_model FOLDER FAMILY` saves one where torchvision is not imported in the test's process.
+"""
+
+import sys
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
 
 from tests.vision import cases, processors
 
+SECTIONS = {"qwen3_vl": (6, 5, 5)}  # sixteenths of half a head for time, height and width
+TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
-def save(folder: Path, *, heads: int = 2, head_dim: int = 32) -> None:
+
+def save(folder: Path, family: str = "qwen2_5_vl", *, heads: int = 2, head_dim: int = 32) -> None:
     """Random float32 weights; heads of 32 are the least that vLLM's CPU attention takes."""
-    processor = processors.make("qwen2_5_vl")
-    hidden = heads * head_dim
-    config = cases.tiny_config(
-        "qwen2_5_vl",
-        vocab_size=len(processor.tokenizer),  # verl masks what the tokenizer does not have
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=1,
-        rope_parameters={**cases.ROPE, "mrope_section": [head_dim // 8, head_dim * 3 // 16, head_dim * 3 // 16]},
-        bos_token_id=None,
-        eos_token_id=processor.tokenizer.eos_token_id,
-        pad_token_id=processor.tokenizer.pad_token_id,
-    )
-    config.vision_config.hidden_size = config.vision_config.out_hidden_size = hidden
-    config.image_token_id, config.video_token_id = processor.image_token_id, processor.video_token_id
-    model = cases.plain_model(config)
+    processor = processors.make(family)
+    model = cases.plain_model(_config(family, processor, heads, head_dim))
     _never_predict(model, [processor.image_token_id, processor.video_token_id])
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
+
+
+def _config(family: str, processor: ProcessorMixin, heads: int, head_dim: int) -> PretrainedConfig:
+    tokenizer, hidden = processor.tokenizer, heads * head_dim
+    rope = {**cases.ROPE, "mrope_section": [head_dim * part // 32 for part in SECTIONS.get(family, (4, 6, 6))]}
+    if family == "qwen3_vl":  # as in its configs; vLLM looks, transformers does not
+        rope["mrope_interleaved"] = True
+    config = cases.tiny_config(
+        family,
+        vocab_size=len(tokenizer),  # verl masks what the tokenizer does not have
+        hidden_size=hidden,
+        head_dim=head_dim,
+        num_attention_heads=heads,
+        num_key_value_heads=1,
+        rope_parameters=rope,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    for name in ("embed_dim", "hidden_size") if family == "qwen2_vl" else ("hidden_size", "out_hidden_size"):
+        setattr(config.vision_config, name, hidden)
+    for name in TOKENS:
+        setattr(config, name, getattr(tokenizer, name))
+    # vLLM's CPU platform asks for the architecture of Qwen3-VL's language model, which its configs do not name.
+    config.text_config.architectures = ["Qwen3ForCausalLM"] if family == "qwen3_vl" else None
+    return config
 
 
 @torch.no_grad()
@@ -49,7 +68,14 @@ def _never_predict(model: PreTrainedModel, tokens: list[int]) -> None:
     for layer in model.model.language_model.layers:
         for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
             last.weight[0] = 0
-    projected = model.model.visual.merger.mlp[-1]
-    projected.weight[0], projected.bias[0] = 0, 1
+    visual = model.model.visual
+    last = visual.merger.mlp[-1] if hasattr(visual.merger, "mlp") else visual.merger.linear_fc2
+    last.weight[0], last.bias[0] = 0, 1
+    for merger in getattr(visual, "deepstack_merger_list", ()):
+        merger.linear_fc2.weight[0], merger.linear_fc2.bias[0] = 0, 0
     model.lm_head.weight[tokens] = 0
     model.lm_head.weight[tokens, 0] = -100
+
+
+if __name__ == "__main__":
+    save(Path(sys.argv[1]), sys.argv[2])
