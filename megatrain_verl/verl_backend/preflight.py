@@ -18,7 +18,7 @@ from megatrain_verl.streaming.attention import check_available
 from megatrain_verl.streaming.model_plan import ModelPlan, plan_model
 from megatrain_verl.streaming.quantised_weights import stored_weights
 from megatrain_verl.streaming.weight_folder import WeightFolder
-from megatrain_verl.verl_backend import prompt_files, registration
+from megatrain_verl.verl_backend import llama4_rollout, prompt_files, registration
 
 MIB = 1 << 20
 
@@ -50,6 +50,7 @@ def check_inputs(config: DictConfig) -> None:
     device = get_device_name()
     check_available(engine.get("attn_implementation", "auto"), engine.get("dtype", "bfloat16"), device)
     _check_length(config, model.hf_config)
+    llama4_rollout.check(config, model.hf_config, longest_row(config))
     # Refuses what the engine would train wrongly.
     lora = registration.lora_settings(model)
     plan = plan_model(copy.deepcopy(model.hf_config), engine.get("freeze", ()), lora, engine.get("expert_parts", 1))

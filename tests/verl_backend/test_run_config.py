@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,13 +12,13 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
-from transformers import T5Config
+from transformers import Llama4TextConfig, T5Config
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
 
 import megatrain_verl.verl_backend.conf
-from megatrain_verl.verl_backend import preflight, quantised_rollout
+from megatrain_verl.verl_backend import llama4_rollout, preflight, quantised_rollout
 from megatrain_verl.verl_backend.config import MegaTrainActorConfig, MegaTrainEngineConfig
 
 GROUP, STOCK = "model_engine=megatrain", "actor_rollout_ref.actor.strategy=megatrain"
@@ -283,6 +284,37 @@ def test_encoder_decoder_model_is_refused(tiny: HFModelConfig, data: Path, tmp_p
     tiny.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="t5 is an encoder-decoder model"):
         check(run_config(tiny, data, GROUP, f"actor_rollout_ref.model.path={tmp_path}"))
+
+
+def test_llama_4_that_vllm_would_run_otherwise_is_refused(tiny: HFModelConfig, data: Path, tmp_path: Path) -> None:
+    """Rows have up to 116 tokens; vLLM reads of the option in generation_config.json only."""
+    config = run_config(tiny, data, GROUP, "actor_rollout_ref.rollout.name=vllm")
+    rollout, file = config.actor_rollout_ref.rollout, tmp_path / "generation_config.json"
+    config.actor_rollout_ref.model.path = str(tmp_path)
+    on, off = "is True in training .config.json., and False in vLLM", "is False in training .config.json., and True in"
+    cases = [  # trained with it, floor_scale, max_model_len, generation_config.json
+        (True, 116, 100, None, on),
+        (True, 116, 100, True, None),
+        (True, 116, None, None, None),  # the model's own limit, above 32,768
+        (True, 117, 100, None, None),  # longer than every row
+        (False, 116, None, None, off),
+        (False, 116, 100, None, None),
+        (False, 116, None, False, None),
+    ]
+    for trained, floor_scale, rollout.max_model_len, written, refused in cases:
+        text = Llama4TextConfig(floor_scale=floor_scale, attn_temperature_tuning=trained)
+        file.write_text(json.dumps({} if written is None else {"attn_temperature_tuning": written}))
+        with nullcontext() if refused is None else pytest.raises(ValueError, match=refused):
+            llama4_rollout.check(config, text, preflight.longest_row(config))
+
+
+def test_llama_4_is_checked_in_the_driver(tiny: HFModelConfig, data: Path, tmp_path: Path) -> None:
+    architecture = ["Llama4ForCausalLM"]
+    Llama4TextConfig(architectures=architecture, hidden_size=64, floor_scale=64).save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    options = (f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.max_model_len=128")
+    with pytest.raises(ValueError, match="attn_temperature_tuning is True in training"):
+        check(run_config(tiny, data, GROUP, *options, "actor_rollout_ref.rollout.name=vllm"))
 
 
 def test_weight_that_exceeds_the_transfer_buffer_is_refused(
