@@ -234,7 +234,9 @@ def plan_model(
     attention.register()
     config = copy.deepcopy(config)  # it will name our attention; the caller's config is what gets exported
     with torch.device("meta"):
-        model = model_class(config).from_config(config, attn_implementation=attention.of_parts(config))
+        # In float32, whatever type the config names: buffers (router biases) keep theirs when the rest is bfloat16.
+        settings = {"attn_implementation": attention.of_parts(config), "dtype": torch.float32}
+        model = model_class(config).from_config(config, **settings)
     model.to("meta")  # norms of flash-linear-attention are made on the GPU, whatever the context says
     freeze_parameters(model, freeze)
     decoder = decoder_of(model)

@@ -93,7 +93,7 @@ def test_experts_without_tokens_get_a_zero_gradient_and_follow_adamw():
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "GLM-4.5-Air", "GLM-4.7-Flash"])
 def test_router_biases_stay_float32_and_are_exported_as_they_were_loaded(name, tmp_path):
-    config = family_config(name)
+    config = family_config(name, dtype="bfloat16")  # as in the published configs
     model = oracle.plain_model(config)
     biases = {key: value for key, value in model.state_dict().items() if key.endswith("e_score_correction_bias")}
     assert len(biases) == config.num_hidden_layers - 1

@@ -57,7 +57,7 @@ def test_parts_need_less_device_memory_than_whole_layers():
 @pytest.mark.parametrize("name", WITH_ROUTER_BIAS)
 def test_router_biases_stay_float32_on_the_device_and_in_the_export(name, parts):
     """The biases differ by less than a bfloat16 step, and by more than scores do: in float32 they alone choose."""
-    config, model = wide_model(name)
+    config, model = wide_model(name, dtype="bfloat16")  # as in the published configs
     biases = {key: value for key, value in model.state_dict().items() if key.endswith("e_score_correction_bias")}
     for bias in biases.values():
         bias.copy_(1e5 + 2 * torch.arange(len(bias)))
