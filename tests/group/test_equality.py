@@ -1,5 +1,6 @@
 """Several ranks on one set of arenas compute what one rank computes on the same rows."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.families.configs import family_config
 from tests.families.test_experts import plain_router_loss
 from tests.group import ranks
 from tests.group.ranks import Task
+from tests.sft.faults import small_shared_memory
 
 ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 TASKS = {
@@ -109,6 +111,18 @@ def test_two_runs_have_the_same_bits_and_arenas_are_there_once() -> None:
         assert all(np.array_equal(left["weights"][2][name], right["weights"][2][name]) for name in left["weights"][2])
     planned = sum(nbytes for kind, nbytes in first[0]["planned"].items() if kind != "staging")
     assert planned <= first[0]["shared"] <= planned + 4096 * 5 * 5  # five units of five kinds, in whole pages
+
+
+def train_beside_small_shared_memory(group: Group) -> int:
+    """Bytes of the arenas of a run in which /dev/shm has room for 4 KiB."""
+    small_shared_memory("4k")
+    return ranks.train(group, Task(), steps=2)["shared"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a file system for one process")
+def test_arenas_take_nothing_of_dev_shm() -> None:
+    for rank in ranks.run(train_beside_small_shared_memory, 2):
+        assert rank.error is None and rank.result > 100 * 4096, rank
 
 
 @pytest.mark.parametrize(("saves", "resumes"), [(1, 2), (2, 3)])

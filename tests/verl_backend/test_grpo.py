@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TWO_RANKS = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2")
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return sum(character.isalpha() for character in solution_str) / max(1, len(solution_str))
@@ -217,13 +218,15 @@ def _check_export(folder: Path, exported: Path) -> None:
 
 
 @pytest.fixture
-def endless(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A run of 500 steps as the scripts start it, and the mark of its processes; nothing of it may stay behind."""
+def endless(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A run of 500 steps as the scripts start it, with the options of its parameter, and the mark of its processes;
+    nothing of it may stay behind.
+    """
     mark, segments = str(uuid.uuid4()), set(os.listdir("/dev/shm"))
     for name in ("until_500.jsonl", "transfer"):
         (folder / name).unlink(missing_ok=True)
     options = [f"{ACTOR}.megatrain.dtype=float32", "trainer.save_freq=-1", "trainer.resume_mode=disable"]
-    options += ["actor_rollout_ref.model.external_lib=tests.verl_backend.slow_export"]
+    options += [*getattr(request, "param", ()), "actor_rollout_ref.model.external_lib=tests.verl_backend.slow_export"]
     sampler = "trainer.v1.sampler.custom_sampler"
     options += [f"{sampler}.path=pkg://megatrain_verl.verl_backend.sampler", f"{sampler}.name=PromptSampler"]
     bounded = (sys.executable, str(ROOT / "examples/bounded_run.py"), "1500")
@@ -240,19 +243,25 @@ def endless(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
-def _kill(mark: str, name: str) -> int:
-    """Kill the one process of a run whose name begins so, as the kernel does without memory; its number."""
-    (process,) = [process for process in _marked(mark) if process.name().startswith(name)]
-    process.kill()
-    return process.pid
+def _kill(mark: str, name: str, count: int = 1) -> int:
+    """Kill the last of the `count` processes of a run whose names begin so, as the kernel does without memory; its
+    number.
+    """
+    processes = [process for process in _marked(mark) if process.name().startswith(name)]
+    assert len(processes) == count
+    processes[-1].kill()
+    return processes[-1].pid
 
 
 @pytest.mark.slow
-def test_killed_worker_ends_the_run_and_leaves_nothing(folder: Path, endless: tuple) -> None:
-    """The process of actor and engine, killed between two steps."""
+@pytest.mark.parametrize(
+    ("endless", "ranks"), [((), 1), (TWO_RANKS, 2)], indirect=["endless"], ids=["one rank", "two ranks"]
+)
+def test_killed_worker_ends_the_run_and_leaves_nothing(folder: Path, endless: tuple, ranks: int) -> None:
+    """A process of actor and engine, killed between two steps."""
     run, mark = endless
     _wait_for(lambda: _has_lines(folder / "until_500.jsonl"), seconds=900)
-    pid = _kill(mark, "ray::Worker")
+    pid = _kill(mark, "ray::Worker", ranks)
     assert run.wait(timeout=60) not in (0, 124)
     printed = (folder / "until_500.log").read_text()
     assert f"pid: {pid}" in printed or f"pid={pid}" in printed

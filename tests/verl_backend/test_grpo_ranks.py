@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.verl_backend.test_grpo import ACTOR, ROLLOUT, folder, train  # noqa: F401  (the fixture)
+from tests.verl_backend.test_grpo import ACTOR, ROLLOUT, TWO_RANKS, folder, train  # noqa: F401  (the fixture)
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
-TWO = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2")
 
 
 def test_two_ranks_train_and_one_goes_on(folder: Path) -> None:  # noqa: F811
     module, loss = "megatrain_verl.main_ppo", (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.megatrain.dtype=float32")
-    metrics, _ = train(folder, module, 2, *TWO, *loss)
+    metrics, _ = train(folder, module, 2, *TWO_RANKS, *loss)
     assert sorted(metrics) == [1, 2]
     for data in metrics.values():
         # The rollouts of both ranks had the trainer's weights of the step.
@@ -30,7 +29,7 @@ def test_two_ranks_train_and_one_goes_on(folder: Path) -> None:  # noqa: F811
 def test_two_ranks_feed_the_halves_of_one_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else each half wants a NUMA node of its own
     options = (f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ACTOR}.megatrain.dtype=float32")
-    metrics, printed = train(folder, "megatrain_verl.main_ppo", 2, *TWO, *options, "trainer.resume_mode=disable")
+    metrics, printed = train(folder, "megatrain_verl.main_ppo", 2, *TWO_RANKS, *options, "trainer.resume_mode=disable")
     assert "(Worker_TP1 pid=" in printed
     assert sorted(metrics) == [1, 2]
     for data in metrics.values():  # at step 2 those that both ranks have sent
