@@ -11,30 +11,31 @@ from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
 
 from tests.vision import cases, processors
 
+HEADS, HEAD_DIM = 2, 32  # the least that vLLM's CPU attention takes
 SECTIONS = {"qwen3_vl": (6, 5, 5)}  # sixteenths of half a head for time, height and width
 TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
-def save(folder: Path, family: str = "qwen2_5_vl", *, heads: int = 2, head_dim: int = 32) -> None:
-    """Random float32 weights; heads of 32 are the least that vLLM's CPU attention takes."""
+def save(folder: Path, family: str) -> None:
+    """Random float32 weights, configuration and processor."""
     processor = processors.make(family)
-    model = cases.plain_model(_config(family, processor, heads, head_dim))
+    model = cases.plain_model(_config(family, processor))
     _never_predict(model, [processor.image_token_id, processor.video_token_id])
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
 
 
-def _config(family: str, processor: ProcessorMixin, heads: int, head_dim: int) -> PretrainedConfig:
-    tokenizer, hidden = processor.tokenizer, heads * head_dim
-    rope = {**cases.ROPE, "mrope_section": [head_dim * part // 32 for part in SECTIONS.get(family, (4, 6, 6))]}
+def _config(family: str, processor: ProcessorMixin) -> PretrainedConfig:
+    tokenizer, hidden = processor.tokenizer, HEADS * HEAD_DIM
+    rope = {**cases.ROPE, "mrope_section": [HEAD_DIM * part // 32 for part in SECTIONS.get(family, (4, 6, 6))]}
     if family == "qwen3_vl":  # as in its configs; vLLM looks, transformers does not
         rope["mrope_interleaved"] = True
     config = cases.tiny_config(
         family,
         vocab_size=len(tokenizer),  # verl masks what the tokenizer does not have
         hidden_size=hidden,
-        head_dim=head_dim,
-        num_attention_heads=heads,
+        head_dim=HEAD_DIM,
+        num_attention_heads=HEADS,
         num_key_value_heads=1,
         rope_parameters=rope,
         bos_token_id=None,
