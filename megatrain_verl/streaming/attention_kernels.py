@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
     from megatrain_verl.streaming.attention import RowMask
 
+# Types of devices where flex attention is compiled; elsewhere torch runs it step by step, with T x T scores.
+COMPILED_ON = ("cuda",)
+# Left to itself torch takes its decoding kernel for less than 128 tokens. That one has no configuration where tokens
+# times query heads per key head exceed 128.
+KERNEL = {"BACKEND": "TRITON"}
+
 
 @dataclass
 class Features:
@@ -134,8 +140,9 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, mask: "RowMask", f
         "block_mask": _block_mask(mask, query.shape[2], query.device),
         "scale": features.scaling,
         "enable_gqa": query.shape[1] != key.shape[1],
+        "kernel_options": KERNEL,
     }
-    attend = _flex("flex_attention", query.is_cuda)
+    attend = _flex("flex_attention", query.device.type in COMPILED_ON)
     if features.s_aux is None:
         return attend(query, key, value, **settings).transpose(1, 2)
     output, auxiliary = attend(query, key, value, return_aux=flex.AuxRequest(lse=True), **settings)
@@ -163,10 +170,11 @@ def _block_mask(mask: "RowMask", tokens: int, device: torch.device) -> "BlockMas
             if window is not None:
                 seen = seen & (query - key < window)
             if blocks is not None:
-                seen |= (blocks[query] == blocks[key]) & (blocks[query] >= 0)
+                # Not in place: inductor lowers this function as a pointwise expression, without buffers to write to.
+                seen = seen | ((blocks[query] == blocks[key]) & (blocks[query] >= 0))
             return seen & (row[query] == row[key])
 
-        create = _flex("create_block_mask", device.type == "cuda")
+        create = _flex("create_block_mask", device.type in COMPILED_ON)
         mask.cache["block_mask"] = create(allowed, None, None, tokens, tokens, device=str(device))
     return mask.cache["block_mask"]
 

@@ -121,3 +121,23 @@ def test_flex_attention_equals_attention_step_by_step(window, softcap, sinks):
     parts = zip(*(tensor.split(rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
     eager = [attention_kernels.eager(*part, window, features).transpose(1, 2) for part in parts]
     torch.testing.assert_close(flex, torch.cat(eager, dim=1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("softcap, images", [(2.0, False), (None, True)])
+def test_compiled_flex_attention_equals_attention_step_by_step(softcap, images, monkeypatch):
+    """inductor takes the functions of mask and score as on CUDA, where it puts them into kernels of its own."""
+    monkeypatch.setattr(attention_kernels, "COMPILED_ON", ("cpu",))
+    torch.manual_seed(0)
+    rows = RowLayout.of([5, 17, 9], "auto", "cpu")
+    query, key, value = torch.randn(1, 4, 31, 16), torch.randn(1, 2, 31, 16), torch.randn(1, 2, 31, 16)
+    features, mask = Features(0.5, softcap=softcap), MaskKind(window=6).over(rows)
+    blocks = [None] * 3
+    if images:
+        mask.image_blocks = torch.tensor([-1] * 8 + [0] * 9 + [-1] * 5 + [1] * 9)
+        blocks = mask.image_blocks.split(rows.lengths)
+    with torch.no_grad():  # torch has no backward pass of flex attention on a CPU
+        flex = attention_kernels.flex_attention(query, key, value, mask, features)
+    parts = zip(*(tensor.split(rows.lengths, dim=2) for tensor in (query, key, value)), blocks, strict=True)
+    eager = [attention_kernels.eager(*part, 6, features, block).transpose(1, 2) for *part, block in parts]
+    torch.testing.assert_close(flex, torch.cat(eager, dim=1), atol=1e-5, rtol=1e-5)
