@@ -116,17 +116,17 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
 
     plain = torch.tensor(curves["plain, float32"])
     figure, (above, below) = pyplot.subplots(2, figsize=(8, 6), sharex=True, layout="constrained")
-    for (name, losses), style in zip(curves.items(), ("-", "--", ":"), strict=True):
-        above.plot(losses, style, label=name)
+    for index, (name, losses) in enumerate(curves.items()):
+        look = {"label": name, "color": f"C{index}", "linestyle": ("-", "--", ":")[index]}
+        above.plot(losses, **look)
         if losses is not curves["plain, float32"]:
-            below.semilogy((torch.tensor(losses) - plain).abs(), style, label=name)
+            below.semilogy((torch.tensor(losses) - plain).abs(), **look)
     above.set_ylabel("loss")
-    below.set_ylabel("difference to plain")
+    below.set_ylabel("difference to plain, float32")
     below.set_xlabel("step")
-    above.legend()
-    below.legend()
+    figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=len(curves))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90)
 
 
 if __name__ == "__main__":

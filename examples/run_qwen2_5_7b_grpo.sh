@@ -4,9 +4,10 @@
 #   MODEL_PATH=/path/to/Qwen2.5-7B-Instruct bash examples/run_qwen2_5_7b_grpo.sh [hydra overrides]
 # Hardware: a GPU with 80 GB or more, of which 17 GB must be free, and 128 GB of free host memory, 16 GB of it for the
 # reference policy of the KL loss: with actor_rollout_ref.actor.use_kl_loss=False 112 GB are enough.
-# A step of 64 sequences of 1,536 tokens on an H200 with 16 cores, not measured yet: computed bounds of 7.5 s for the
-# update, 1.9 s each for old and reference log-probs and 1.7 s for AdamW under the weight transfer; the rollout comes on
-# top. Computed by `python -m megatrain_verl.resources --model ... --reference --seq-len 1536 --tokens-per-step 98304`.
+# A step of 64 sequences of 512 + 1,024 tokens on an H200 with 16 cores, random weights and no KL loss: 23.2 s, of which
+# 7.2 s generation, 3.2 s old log-probs, 11.5 s update, 1.3 s weights to vLLM. Measured by
+# `python benchmarks/grpo_step.py --model qwen2.5-7b --prompts 8 --n 8 --prompt-len 512 --response-len 1024` with half of the
+# GPU for vLLM, see docs/rl-timeline.md. This script has a KL loss: reference log-probs take about as long as the old ones.
 # Variants: +variant=dapo, +variant=gspo, +variant=fp8_rollout (configs/rl/variant). TRAIN_FILE and TEST_FILE name other
 # verl parquet files, CUDA_VISIBLE_DEVICES the GPU. A stopped run goes on when started again. Logs, metrics and
 # checkpoints: outputs/qwen2_5_7b_grpo_80gb.
