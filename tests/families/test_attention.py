@@ -1,5 +1,7 @@
 """What a layer may attend to, and what bends its scores, family by family."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from megatrain_verl.streaming.batch import MicroBatch
 from megatrain_verl.streaming.model_plan import plan_model
 from tests import oracle
 from tests.families.configs import family_config
+from tests.families.test_training import check_three_steps
 
 FULL, WINDOW, CHUNK = MaskKind(), MaskKind(window=6), MaskKind(chunk=7)
 
@@ -30,6 +33,14 @@ def test_layers_share_a_template_only_if_they_behave_alike(name, masks, structur
     plan = plan_model(family_config(name))
     assert plan.masks == masks
     assert len(plan.structures) == structures
+
+
+def test_layers_of_equal_shapes_and_masks_are_not_alike_with_other_settings():
+    """Two of these layers have experts and attend to everything: one with rotary embedding, the other without."""
+    config = family_config("Llama-4-Scout", layer_types=["full_attention"] * 4)
+    plan = plan_model(config)
+    assert plan.masks == [FULL] * 4 and len(plan.structures) == 3
+    check_three_steps("Llama-4-Scout", config, 3)
 
 
 @pytest.mark.parametrize("name, feature", [("GPT-OSS-20B", "s_aux"), ("Gemma-2-9B", "softcap")])
@@ -56,6 +67,24 @@ def test_left_padded_rows_equal_unpadded_ones(name):
     batch = MicroBatch.from_padded(ids, mask)
     for row, scores in zip(rows, oracle.engine_log_probs(engine.forward([batch]), [batch]), strict=True):
         torch.testing.assert_close(scores, oracle.plain_log_probs(model, row)[0].detach(), atol=1e-5, rtol=1e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["Gemma-3-1B", "GLM-4-9B", "DeepSeek-V3", "GPT-OSS-20B", "Qwen3.5-27B"])
+def test_given_positions_are_used(name):
+    """Positions with gaps, which a shift as that of padding is not: rotary embeddings see distances alone."""
+    config = family_config(name)
+    model = oracle.plain_model(config)
+    engine = oracle.make_engine(model, config, forward_only=True)
+    rows = oracle.random_rows([9, 14])
+    positions = [3 * torch.arange(len(row)) + 2 for row in rows]
+    batch = replace(oracle.pack(rows), position_ids=torch.cat(positions))
+    scores = oracle.engine_log_probs(engine.forward([batch]), [batch])
+    for row, places, found in zip(rows, positions, scores, strict=True):
+        everything = torch.ones(1, len(row), dtype=torch.long)  # else transformers takes gaps for the ends of rows
+        logits = model(row[None], position_ids=places[None], attention_mask=everything).logits[0, :-1]
+        expected = torch.log_softmax(logits, dim=-1).gather(1, row[1:, None])[:, 0].detach()
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     engine.close()
 
 
