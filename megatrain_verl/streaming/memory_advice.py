@@ -15,6 +15,7 @@ from megatrain_verl.streaming.pass_plan import PassPlan, PassPlanner
 REQUEST = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB}
 LEAST_TOKENS = 64
+CUBLAS_WORKSPACE = 32 << 20  # that torch allocates for the stream of the computation
 
 
 def explain(
@@ -61,9 +62,10 @@ def advice(
     starts = [sum(waves[:number]) for number in range(len(waves))]
     wave = max(sum(tokens[start : start + count]) for start, count in zip(starts, waves, strict=True))
     lines = [f"{wanted / GIB:.2f} GiB of device memory were needed, {limit / GIB:.2f} GiB can be had. What helps:"]
-    fixed = _fixed_bytes(sizes, config, plan)
+    fixed = _fixed_bytes(sizes, config, plan) + CUBLAS_WORKSPACE
     # A pass may fail early in a layer, long before it has all that it needs.
-    needed = max(wanted, sum(_device_bytes(sizes, config, plan, max(tokens), wave).values()))
+    planned = sum(_device_bytes(sizes, config, plan, max(tokens), wave).values()) + CUBLAS_WORKSPACE
+    needed = max(wanted, planned)
     fitting = _fitting_tokens(max(tokens), needed - fixed, limit - fixed)
     if fitting >= LEAST_TOKENS:
         lines.append(
