@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import GptOssConfig, Llama4TextConfig, Qwen2Config
+from transformers import GptOssConfig, Llama4Config, Llama4TextConfig, Llama4VisionConfig, Qwen2Config
 
 from megatrain_verl.config import StreamingConfig
 from megatrain_verl.model_sizes import ModelSizes
@@ -143,6 +143,15 @@ def test_a_mixture_that_does_not_fit_is_told_in_how_many_parts_it_would(tmp_path
     assert fewer["fits"]["gpu"] is False and advice in fewer["what_to_change"]
     with pytest.raises(ValueError, match="a layer of this model has 128 experts that can be"):
         report(command_line().parse_args([*arguments, "--expert-parts", "129"]))
+
+
+def test_llama_4_with_images_has_a_plan_though_it_is_not_trained(tmp_path):
+    text = Llama4TextConfig(num_hidden_layers=4, vocab_size=1000)
+    vision = Llama4VisionConfig(num_hidden_layers=1)
+    Llama4Config(text_config=text.to_dict(), vision_config=vision.to_dict()).save_pretrained(tmp_path)
+    sizes, model_type = read_sizes(str(tmp_path))
+    assert model_type == "llama4" and sizes.layer_sizes == ModelSizes.of(text).layer_sizes
+    assert sum(sizes.unit_sizes) == sizes.num_parameters > ModelSizes.of(text).num_parameters
 
 
 def test_parts_are_not_named_for_experts_that_cannot_be_streamed_apart(tmp_path):

@@ -24,7 +24,7 @@ PROBE = "megatrain_mask_kind"  # an attention implementation whose "masks" are d
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The part of `model` that holds the embedding and the decoder layers."""
     decoder = model.get_decoder()
-    return decoder if hasattr(decoder, "layers") else model.model  # Llama 4's text model does not find it
+    return decoder if hasattr(decoder, "layers") else decoder.model  # of Llama 4 it is a model with its head
 
 
 class LayerRecorder(nn.Module):
