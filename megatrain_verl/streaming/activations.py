@@ -13,7 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatrain_verl.config import StreamingConfig
+from megatrain_verl.streaming.batch import MicroBatch
 from megatrain_verl.streaming.host_memory import HostBuffer
+from megatrain_verl.streaming.host_store import DTYPES
+from megatrain_verl.streaming.model_plan import ModelPlan
+from megatrain_verl.streaming.pass_plan import PassPlan
 from megatrain_verl.streaming.streams import Event, Streams, WorkQueue
 
 Key = tuple[int, int]  # layer, micro-batch
@@ -114,6 +119,23 @@ class ActivationStore:
             ]
             if device == "cuda":
                 torch.cuda.current_stream().synchronize()  # zeroed before other streams touch them
+
+    @classmethod
+    def of_pass(
+        cls,
+        streams: Streams,
+        model: ModelPlan,
+        config: StreamingConfig,
+        plan: PassPlan,
+        micro_batches: list[MicroBatch],
+        device: str,
+        area: Callable[[int], Tensor],
+    ) -> "ActivationStore":
+        """That of a training pass: the inputs of every `checkpoint_interval`-th layer that is not kept as a whole."""
+        layers = list(range(0, len(model.layers) - plan.kept_layers, config.checkpoint_interval))
+        tokens = [batch.num_tokens for batch in micro_batches]
+        inputs = (model.hidden_size, DTYPES[config.dtype], device)
+        return cls(streams, layers, tokens, *inputs, plan.input_bytes, area)
 
     @property
     def spilled_bytes(self) -> int:

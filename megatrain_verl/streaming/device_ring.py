@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from megatrain_verl.streaming import unpacked_rows
@@ -118,6 +119,10 @@ class DeviceRing:
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return sum(storage.nbytes() for storage in {slot.buffer.untyped_storage() for slot in self._all_slots})
+
+    def storages(self) -> list[StorageWeakRef]:
+        """The memory of the slots, as references that do not keep it."""
+        return [StorageWeakRef(slot.buffer.untyped_storage()) for slot in self._all_slots]
 
     def disjoint(self, one: UnitPlan, other: UnitPlan) -> bool:
         """Whether the weights of both may be on the device at the same time."""

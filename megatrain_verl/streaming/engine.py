@@ -9,6 +9,7 @@
 The order inside the two passes is in `layer_major.py`.
 """
 
+import gc
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -145,11 +146,9 @@ class StreamingEngine:
             self._check(micro_batches)
             self._gradients.check_addable()
             self._updates.guess(next_lr, self.step_count + 1)
-            plan = self.planner.plan(micro_batches, self._device_bytes())
+            plan = self._plan_pass(micro_batches)
         outputs, balances = [], []  # of each wave; what else a wave has on the device goes with it
         with self._released_on_error(micro_batches, plan):
-            if self._ring is not None and len(self._ring.layer_slots) != plan.layer_slots:
-                self.release_device()
             part = self._gradients.begin_call(1 if plan.resident_gradients else len(plan.waves), micro_batches)
             for number, wave in enumerate(plan.split(micro_batches), 1):
                 first, share = sum(plan.waves[: number - 1]), part * plan.share(number, micro_batches)
@@ -157,7 +156,8 @@ class StreamingEngine:
                 self._gradients.acquire_device(self.device, plan.resident_gradients, self._compact)
                 last = number == len(plan.waves)
                 self._gradients.begin_wave(first=number == 1, last=last, on_landing=self._updates.ahead)
-                inputs, interval = self._activation_store(wave, plan), self.config.checkpoint_interval
+                reserve, interval = self._spill_area.reserve, self.config.checkpoint_interval
+                inputs = ActivationStore.of_pass(self.streams, self.plan, self.config, plan, wave, self.device, reserve)
                 how = {"entropy": entropy, "sum_pi_squared": sum_pi_squared, "share": share}
                 run.forward_backward(loss_fn, self._gradients, inputs, plan, interval, **how)
                 self._gradients.end_wave()
@@ -193,11 +193,12 @@ class StreamingEngine:
             [m for m, batch in enumerate(micro_batches) if batch.images is not None],
         )
 
-    def _activation_store(self, micro_batches: list[MicroBatch], plan: PassPlan) -> ActivationStore:
-        layers = list(range(0, len(self.plan.layers) - plan.kept_layers, self.config.checkpoint_interval))
-        tokens = [batch.num_tokens for batch in micro_batches]
-        inputs = (self.plan.hidden_size, DTYPES[self.config.dtype], self.device)
-        return ActivationStore(self.streams, layers, tokens, *inputs, plan.input_bytes, self._spill_area.reserve)
+    def _plan_pass(self, micro_batches: list[MicroBatch]) -> PassPlan:
+        plan = self.planner.plan(micro_batches, self._device_bytes())
+        if self._ring is None or len(self._ring.layer_slots) == plan.layer_slots:
+            return plan
+        self.release_device()
+        return self.planner.plan(micro_batches, 0)  # by what is free now, whoever else keeps what the slots had
 
     def _load(self, unit: UnitState, part: int = 0) -> None:
         """Start the transfer of a unit's weights, which waits for that unit's AdamW, and for no other's."""
@@ -251,11 +252,6 @@ class StreamingEngine:
 
     # ------------------------------------------------------------------------------------------------ weights
 
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the model, a tied matrix counted once; with those of adapters."""
-        return self.plan.num_parameters
-
     def load_weights(self, source: str | Path | Iterable[tuple[str, Tensor]]) -> None:
         """Fill the master weights from a folder of safetensors or from (Hugging Face name, tensor) pairs.
 
@@ -296,15 +292,13 @@ class StreamingEngine:
         """Inside, `forward` reads the reference policy's weights: a pointer swap, nothing is copied."""
         if not self._keeps_reference:
             raise ValueError("this engine keeps no reference: make it with keep_reference=True")
-        self._read_reference(True)
+        self._reads_reference = True
+        self._weights_changed()
         try:
             yield
         finally:
-            self._read_reference(False)
-
-    def _read_reference(self, reads: bool) -> None:
-        self._reads_reference = reads
-        self._weights_changed()
+            self._reads_reference = False
+            self._weights_changed()
 
     def save(self, folder: str | Path, meta: dict[str, object] | None = None) -> None:
         """Write masters, moments and step count to `folder`, unit by unit, bit for bit."""
@@ -336,9 +330,8 @@ class StreamingEngine:
         """Allocate the weight slots on the device; `forward` and `forward_backward` do it when needed."""
         if self._ring is not None:
             return
-        self._ring = DeviceRing(
-            self.plan, self.streams, self.counters, self.device, DTYPES[self.config.dtype], layer_slots, self._compact
-        )
+        where, dtype = self.device, DTYPES[self.config.dtype]
+        self._ring = DeviceRing(self.plan, self.streams, self.counters, where, dtype, layer_slots, self._compact)
         head, compiled = (self._ring.norm, self._ring.head_weight), self._compiled and self.device == "cuda"
         self._token_head = TokenHead(*head, self.config.head_chunk_tokens, compiled, self.plan.logit_softcap)
         self._skeleton = DecoderSkeleton(self.plan.decoder, self.device)
@@ -374,11 +367,14 @@ class StreamingEngine:
             self.release_device()
 
     def _free_device(self, *, updates: bool = True) -> None:
+        slots = () if self._ring is None else self._ring.storages()
         self._ring = self._token_head = self._skeleton = None
         if self._adamw_config is not None:
             self._gradients.release_device()
             if updates:
                 self._updates.release_device()
+        if not all(storage.expired() for storage in slots):
+            gc.collect()  # cycles of Python objects, such as torch.compile leaves, keep modules with views into slots
         if self.device == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # 32 MiB per stream that torch never frees by itself
             torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import mmap
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -102,9 +103,13 @@ class HostBuffer:
     def __init__(self, nbytes: int, label: str, *, register: bool, shared: SharedFile | None = None) -> None:
         self.nbytes, self.label = nbytes, label
         self.tensor: Tensor = _private(nbytes, label) if shared is None else shared.take(nbytes, label)
-        self._registered = register and nbytes > 0
-        if self._registered:
-            _cuda("cudaHostRegister", self.tensor.data_ptr(), nbytes, 1)  # 1 = cudaHostRegisterPortable
+        self._unlock: weakref.finalize | None = None
+        if register and nbytes > 0:
+            address = self.tensor.data_ptr()
+            _cuda("cudaHostRegister", address, nbytes, 1)  # 1 = cudaHostRegisterPortable
+            # Also of a buffer that nobody has closed: CUDA would take the next one at its address for this one.
+            self._unlock = weakref.finalize(self, _cuda, "cudaHostUnregister", address)
+            self._unlock.atexit = False
 
     def view(self, dtype: torch.dtype) -> Tensor:
         """The block as a flat tensor of `dtype`."""
@@ -112,9 +117,8 @@ class HostBuffer:
 
     def close(self) -> None:
         """Unlock the pages and drop this object's references; the memory goes when no tensor uses it any more."""
-        if self._registered:
-            _cuda("cudaHostUnregister", self.tensor.data_ptr())
-            self._registered = False
+        if self._unlock is not None:
+            self._unlock()
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
 

@@ -111,7 +111,7 @@ class CheckpointStore:
         if "hf_model" in self._save_contents and lora is not None:
             lora.write(folder.parent / ADAPTER, dict(engine.named_adapters()), self._model.path)
         if "hf_model" in self._save_contents and lora is None:
-            num_bytes = engine.num_parameters * DTYPES[engine.config.dtype].itemsize
+            num_bytes = engine.plan.num_parameters * DTYPES[engine.config.dtype].itemsize
             # Merged weights are copies, held until their file is written.
             shard = 500_000_000 if engine.plan.lora else 5_000_000_000
             export_pretrained(folder, engine.named_weights(), config, num_bytes, shard)

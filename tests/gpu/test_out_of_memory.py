@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from megatrain_verl.config import AdamWConfig
+from megatrain_verl.streaming.host_memory import HostBuffer
 from tests import oracle
 from tests.gpu.test_engine_cuda import distance, medium_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MIB = 1 << 20
 ROW = 512
+NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 
 
 @pytest.fixture
@@ -56,3 +58,14 @@ def test_a_micro_batch_that_does_not_fit_is_named_with_one_that_does(little_memo
     kept, expected = oracle.masters(hit), oracle.masters(control)
     assert distance(kept, expected) < 1e-5  # attention's backward pass on CUDA does not repeat its bits
     hit.close(), control.close()
+
+
+def test_host_memory_of_an_engine_that_nobody_closed_is_unlocked_when_it_goes():
+    """Else CUDA takes the next block at the same address for the one before, error 712."""
+    for _ in range(3):
+        block = HostBuffer(64 * MIB, "a test", register=True)
+        address = block.tensor.data_ptr()
+        del block
+        gc.collect()
+        status = torch.cuda.cudart().cudaHostUnregister(address)
+        assert int(status) == NOT_REGISTERED

@@ -235,7 +235,7 @@ def test_tied_matrix_is_one_parameter_and_stays_tied():
     engine = oracle.make_engine(model, config)
     names = [name for name, _ in engine.named_weights()]
     assert names.count("model.embed_tokens.weight") == 1 and "lm_head.weight" not in names
-    assert engine.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert engine.plan.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     for step in range(3):
         engine.zero_grad()
         backward(engine, seed=step)
