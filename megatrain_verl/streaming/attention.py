@@ -25,6 +25,9 @@ COMPUTES = {
     "dropout": ("eager", "sdpa", "flash_attention_2"),
     "image_blocks": ("eager", "flex_attention", "sdpa"),
 }
+# Sizes of heads that the kernels of CUDA take: flash attention multiples of 8 up to 256, flex attention 16 and more, of
+# which more than 256 would not fit into the shared memory of a Hopper GPU.
+KERNEL_HEADS = range(16, 257, 8)
 
 
 @dataclass
@@ -187,7 +190,8 @@ def _choose_kernel(query: Tensor, mask: RowMask, features: Features) -> str:
     if mask.rows.implementation != "auto":
         return mask.rows.implementation
     plain = features.s_aux is None and features.softcap is None
-    if features.dropout > 0 or query.device.type == "cpu" or query.dtype != torch.bfloat16:
+    suits = query.device.type != "cpu" and query.dtype == torch.bfloat16 and query.shape[-1] in KERNEL_HEADS
+    if features.dropout > 0 or not suits:
         return "sdpa" if plain else "eager"
     if not plain or mask.image_blocks is not None:
         return "flex_attention"

@@ -1,12 +1,13 @@
 """What a layer may attend to, and what bends its scores, family by family."""
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megatrain_verl.streaming import attention_kernels
-from megatrain_verl.streaming.attention import MaskKind, RowLayout
+from megatrain_verl.streaming.attention import MaskKind, RowLayout, _choose_kernel
 from megatrain_verl.streaming.attention_kernels import Features
 from megatrain_verl.streaming.batch import MicroBatch
 from megatrain_verl.streaming.model_plan import plan_model
@@ -153,20 +154,36 @@ def test_flex_attention_equals_attention_step_by_step(window, softcap, sinks):
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("softcap, images", [(2.0, False), (None, True)])
-def test_compiled_flex_attention_equals_attention_step_by_step(softcap, images, monkeypatch):
+def test_compiled_flex_attention_equals_attention_step_by_step(monkeypatch):
     """inductor takes the functions of mask and score as on CUDA, where it puts them into kernels of its own."""
     monkeypatch.setattr(attention_kernels, "COMPILED_ON", ("cpu",))
     torch.manual_seed(0)
     rows = RowLayout.of([5, 17, 9], "auto", "cpu")
     query, key, value = torch.randn(1, 4, 31, 16), torch.randn(1, 2, 31, 16), torch.randn(1, 2, 31, 16)
-    features, mask = Features(0.5, softcap=softcap), MaskKind(window=6).over(rows)
-    blocks = [None] * 3
-    if images:
-        mask.image_blocks = torch.tensor([-1] * 8 + [0] * 9 + [-1] * 5 + [1] * 9)
-        blocks = mask.image_blocks.split(rows.lengths)
+    features, mask = Features(0.5, softcap=2.0), MaskKind(window=6).over(rows)
+    mask.image_blocks = torch.tensor([-1] * 8 + [0] * 9 + [-1] * 5 + [1] * 9)
     with torch.no_grad():  # torch has no backward pass of flex attention on a CPU
         flex = attention_kernels.flex_attention(query, key, value, mask, features)
-    parts = zip(*(tensor.split(rows.lengths, dim=2) for tensor in (query, key, value)), blocks, strict=True)
+    split = (tensor.split(rows.lengths, dim=2) for tensor in (query, key, value))
+    parts = zip(*split, mask.image_blocks.split(rows.lengths), strict=True)
     eager = [attention_kernels.eager(*part, 6, features, block).transpose(1, 2) for *part, block in parts]
     torch.testing.assert_close(flex, torch.cat(eager, dim=1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "head, softcap, kernel",
+    [
+        (256, None, "varlen"),
+        (80, None, "varlen"),
+        (100, None, "sdpa"),  # no multiple of 8
+        (512, None, "sdpa"),
+        (256, 2.0, "flex_attention"),
+        (512, 2.0, "eager"),
+        (8, 2.0, "eager"),
+    ],
+)
+def test_heads_that_no_cuda_kernel_takes_are_computed_step_by_step(head, softcap, kernel, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # without the flash-attn package
+    query = torch.empty(1, 4, 31, head, dtype=torch.bfloat16, device="meta")  # stands for CUDA
+    mask = MaskKind().over(RowLayout.of([5, 17, 9], "auto", "cpu"))
+    assert _choose_kernel(query, mask, Features(0.5, softcap=softcap)) == kernel

@@ -16,12 +16,12 @@ from tests.conftest import PASSED
 def engines_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """Close what a failed test leaves open: its page-locked memory would be refused to the engines of later tests."""
     yield
-    if not request.node.stash.get(PASSED, False) and torch.cuda.is_available():
-        with ExitStack() as all_of_them:  # whatever one of them raises
-            # Engines that did not come to be have buffers, too. Last in, first out: engines end before buffers.
-            for kind in (HostBuffer, StreamingEngine):
-                for made in (thing for thing in gc.get_objects() if isinstance(thing, kind)):
-                    all_of_them.callback(made.close)
+    if request.node.stash.get(PASSED, False):
+        return
+    with ExitStack() as left:  # whatever one of them raises
+        # Engines that did not come to be have buffers, too. Last in, first out: engines end before buffers.
+        for kind in (HostBuffer, StreamingEngine):
+            for made in (thing for thing in gc.get_objects() if type(thing) is kind):
+                left.callback(made.close)
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()

@@ -33,14 +33,16 @@ HEAD = {  # 128 in all other families
     "Qwen2.5-0.5B": 64,
     "Phi-3-mini-4k": 96,
     "Gemma-2-9B": 256,
-    "Gemma-3-1B": 256,
     "Qwen3.5-27B": 256,
     "Qwen3-Next-80B-A3B": 256,
     "Qwen3.5-35B-A3B": 256,
     "GPT-OSS-20B": 64,
 }
 MLA = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-OWN_MLA = {"GLM-4.7-Flash": {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}}
+OWN = {
+    "GLM-4.7-Flash": {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256},
+    "Gemma-3-1B": {"head_dim": 256, "query_pre_attn_scalar": 256},
+}
 NAMES = [name for name in FAMILIES if name != "Phi-4-mini"]  # its rotary factors fit no other width
 # One of each kind of layer, since compilation takes longest: heads with norms, soft-caps and windows in flex attention,
 # sinks, values narrower than keys, chunks and rows apart, linear attention. The other mixtures have their experts.
@@ -52,8 +54,8 @@ def wide_model(name, **settings):
     """A float32 model of a family on the device, with the published size of heads."""
     known = family_config(name)
     widths = {key: value for key, value in WIDTHS.items() if getattr(known, key, None) is not None}
-    heads = OWN_MLA.get(name, MLA) if "kv_lora_rank" in widths else {"head_dim": HEAD.get(name, 128)}
-    config = family_config(name, **{**widths, **heads, **settings})
+    heads = MLA if "kv_lora_rank" in widths else {"head_dim": HEAD.get(name, 128)}
+    config = family_config(name, **{**widths, **heads, **OWN.get(name, {}), **settings})
     model = oracle.plain_model(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 COUNTS = [1, 0, 2]
 # The published size of heads, by which kernels are chosen, where a config sets it apart from the hidden size.
 HEADS = {
-    "gemma3": {"head_dim": 256},
+    "gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256},
     "llava_next": {"head_dim": 128},
     "qwen3_vl": {"head_dim": 128, "rope_parameters": {**cases.ROPE, "mrope_section": [24, 20, 20]}},
     "qwen3_5": {
