@@ -8,20 +8,18 @@ import pytest
 import torch
 
 from megatrain_verl.streaming.engine import StreamingEngine
-from megatrain_verl.streaming.host_memory import HostBuffer
 from tests.conftest import PASSED
 
 
 @pytest.fixture(autouse=True)
 def engines_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Close what a failed test leaves open: its page-locked memory would be refused to the engines of later tests."""
+    """Close the engines that a failed test leaves open: later tests need their memory and measure their own."""
     yield
     if request.node.stash.get(PASSED, False):
         return
     with ExitStack() as left:  # whatever one of them raises
-        # Engines that did not come to be have buffers, too. Last in, first out: engines end before buffers.
-        for kind in (HostBuffer, StreamingEngine):
-            for made in (thing for thing in gc.get_objects() if type(thing) is kind):
-                left.callback(made.close)
+        for engine in (thing for thing in gc.get_objects() if type(thing) is StreamingEngine):
+            if hasattr(engine, "step_count"):  # else it was refused while it was made, and its memory goes with it
+                left.callback(engine.close)
     gc.collect()
     torch.cuda.empty_cache()
