@@ -12,7 +12,14 @@ from megatrain_verl.streaming.linear_attention import check_kernels
 from megatrain_verl.streaming.model_plan import plan_model
 from tests import oracle
 from tests.families.configs import FAMILIES, HYBRID, family_config
-from tests.gpu.test_engine_cuda import distance, engine_results, flat_gradients, mean_loss, plain_gradients
+from tests.gpu.test_engine_cuda import (
+    distance,
+    engine_results,
+    flat_gradients,
+    mean_loss,
+    plain_gradients,
+    with_parameters_in,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -84,7 +91,7 @@ def check_bfloat16_error(name, **engine_settings):
     settings |= {"topk_group": known.n_group} if getattr(known, "n_group", None) else {}
     config, model = wide_model(name, **settings)
     skip_refused_kernels(config)
-    model = model.bfloat16()  # weights that both types hold
+    model = with_parameters_in(model, torch.bfloat16)  # weights that both types hold
     rows = oracle.random_rows(LONGER)
     exact, plain = plain_gradients(model, rows)
     plain_error = distance(plain, exact)

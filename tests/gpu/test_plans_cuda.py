@@ -6,7 +6,7 @@ import torch
 from megatrain_verl.config import AdamWConfig
 from megatrain_verl.streaming.pass_plan import PassPlan
 from tests import oracle
-from tests.gpu.test_engine_cuda import distance, engine_results, medium_model, plain_gradients
+from tests.gpu.test_engine_cuda import distance, engine_results, medium_model, plain_gradients, with_parameters_in
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -27,7 +27,7 @@ def test_bfloat16_error_of_every_plan_is_that_of_plain_bfloat16(lengths, compile
     if backend == "deepspeed":
         pytest.importorskip("deepspeed")
     config, model = medium_model("qwen2")
-    model = model.bfloat16()
+    model = with_parameters_in(model, torch.bfloat16)
     rows = oracle.random_rows(lengths, seed=3)
     exact, plain = plain_gradients(model, rows)
     plain_error = distance(plain, exact)
