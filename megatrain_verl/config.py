@@ -69,6 +69,10 @@ class StreamingConfig:
     # Host memory that may be used, in GiB. None: what the kernel and the cgroup report as available. Set it on
     # virtual machines whose memory grows with use and that therefore report too little.
     host_memory_gb: float | None = None
+    # Folder on a local disk for a file with the weights of the reference policy, which are then not kept in host memory
+    # (2 bytes/parameter less in bfloat16, but two buffers of the largest unit). Every reference pass reads it; with one
+    # GPU only. The file has no name and goes with the process. None: in host memory.
+    reference_folder: str | None = None
     # Parameters that are not trained: shell-style patterns of their names ("model.embed_tokens.*"). They have no
     # gradient and no AdamW state: 2 bytes of host memory per parameter in bfloat16.
     freeze: list[str] = field(default_factory=list)
@@ -97,6 +101,8 @@ class StreamingConfig:
                     f"expert_parts={self.expert_parts} keeps no layer on the device and every layer's input: leave "
                     "resident_layers and checkpoint_interval out"
                 )
+            if self.reference_folder is not None:
+                raise ValueError("reference_folder reads whole layers, expert_parts sends parts of them: leave one out")
         if self.device_activation_gb is not None and not self.device_activation_gb >= 0:
             raise ValueError(f"device_activation_gb must be >= 0 or null, got {self.device_activation_gb}")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -13,7 +13,7 @@ from megatrain_verl.streaming.chunked_adamw import chunk_size
 from megatrain_verl.streaming.gradients import SLAB_ELEMENTS
 from megatrain_verl.streaming.group.mailboxes import MAILBOX_BYTES
 from megatrain_verl.streaming.host_adamw import usable_cores
-from megatrain_verl.streaming.host_store import TRAINED, arena_dtypes, arena_elements, units_with_spares
+from megatrain_verl.streaming.host_store import DTYPES, TRAINED, arena_dtypes, arena_elements, units_with_spares
 
 GIB = 1 << 30
 
@@ -37,12 +37,14 @@ CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_
 class HostPlan:
     """Bytes of host memory by kind.
 
-    Those of `arena_dtypes`, `spare` (speculative AdamW) and `staging` (gradient slabs, AdamW's scratch; with several
-    ranks that of all, and the mailboxes through which gradients go where devices have no access to each other).
+    Those of `arena_dtypes`, `spare` (speculative AdamW) and `staging` (gradient slabs, AdamW's scratch, buffers for a
+    reference from a file; with several ranks that of all, and the mailboxes through which gradients go where devices
+    have no access to each other). `file_bytes` are those of that file.
     """
 
     bytes_by_kind: dict[str, int]
     parameters: int
+    file_bytes: int = 0
 
     @classmethod
     def of(
@@ -59,6 +61,8 @@ class HostPlan:
             raise ValueError(f"expert_parts={config.expert_parts} works with one GPU, not with {ranks}; set it to 1")
         if config.speculative_adamw_gb and trainable and ranks > 1:
             raise ValueError(f"speculative_adamw_gb works with one GPU, not with {ranks}; set it to 0")
+        if config.reference_folder is not None and reference and ranks > 1:
+            raise ValueError(f"reference_folder works with one GPU, not with {ranks}; set it to null")
         dtypes = arena_dtypes(config, trainable=trainable, reference=reference)
         units = list(zip(model.unit_sizes, model.trained_sizes, strict=True))
         sizes = {
@@ -76,7 +80,12 @@ class HostPlan:
                 sizes["staging"] += config.num_grad_slabs * slab
             if ranks > 1:
                 sizes["staging"] = ranks * (sizes["staging"] + MAILBOX_BYTES)
-        return cls(sizes, model.num_parameters)
+        in_file = [arena_elements("reference", *unit) for unit in units] if trainable and reference else []
+        if config.reference_folder is None or not in_file:
+            return cls(sizes, model.num_parameters)
+        itemsize = DTYPES[config.dtype].itemsize
+        sizes["staging"] += 2 * max(in_file) * itemsize
+        return cls(sizes, model.num_parameters, sum(in_file) * itemsize)
 
     @property
     def total(self) -> int:
@@ -170,6 +179,11 @@ def _remedies(plan: HostPlan, config: StreamingConfig) -> Iterator[str]:
     sizes = plan.bytes_by_kind
     if "reference" in sizes:
         yield f"train without a KL term, hence without a reference policy: {sizes['reference'] / GIB:.2f} GiB less"
+        if config.expert_parts == 1:
+            yield (
+                "reference_folder=<folder on a fast disk>, with one GPU: most of that, but every reference pass reads "
+                f"{sizes['reference'] / GIB:.2f} GiB from the disk"
+            )
     if config.dtype == "float32":
         yield "dtype=bfloat16, which keeps the same float32 master weights"
     elif config.host_grad_dtype == "float32" and "grad" in sizes:

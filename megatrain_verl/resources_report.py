@@ -81,9 +81,14 @@ def report(arguments: argparse.Namespace, rates: Rates = RATES) -> dict[str, obj
         found = f"{sizes.separable_experts or 'no'} experts that can be streamed apart"
         raise ValueError(f"--expert-parts {arguments.expert_parts}: a layer of this model has {found}")
     options = {"checkpoint_interval": arguments.checkpoint_interval, "expert_parts": arguments.expert_parts}
+    if arguments.reference_folder is not None:
+        if lora is not None:
+            raise ValueError("--reference-folder: with LoRA the model without adapters is the reference")
+        options["reference_folder"] = arguments.reference_folder
     config = StreamingConfig(dtype=arguments.dtype, **options)
+    reference = arguments.reference or arguments.reference_folder is not None
     # Without its adapters the model is the reference.
-    host = HostPlan.of(sizes, config, trainable=True, reference=arguments.reference and lora is None)
+    host = HostPlan.of(sizes, config, trainable=True, reference=reference and lora is None)
     batch = plan_batch(sizes, config, arguments)
     gpu = device_bytes(sizes, config, batch["micro_batch_tokens"], batch["tokens_per_step"]) | {
         "CUDA context": CUDA_CONTEXT
@@ -181,6 +186,12 @@ def _advice(
         yield f"host memory: {missing / GIB:.1f} GiB more are needed"
         if "reference" in host.bytes_by_kind:
             yield f"without a KL term: {host.bytes_by_kind['reference'] / GIB:.1f} GiB less host memory"
+        if "reference" in host.bytes_by_kind and config.expert_parts == 1:
+            in_file = replace(config, reference_folder=".")
+            less = host.total - HostPlan.of(sizes, in_file, trainable=True, reference=True).total
+            yield f"with reference_folder, one GPU: {less / GIB:.1f} GiB less host memory"
+    if host.file_bytes:
+        yield f"reference_folder: {host.file_bytes / GIB:.1f} GiB on the disk, which every reference pass reads"
     if not result["fits"]["gpu"]:
         others = sum(result["gpu_bytes"].get(part, 0) for part in ("CUDA context", "vLLM asleep"))
         yield from _more_parts(result, arguments.gpu_memory - others, config, sizes)
@@ -232,6 +243,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--tokens-per-step", type=int, help="default: enough to hide the transfers")
     parser.add_argument("--rollout", choices=("vllm", "none"), default="none", help="what shares the GPU")
     parser.add_argument("--reference", action="store_true", help="a reference policy for a KL term")
+    parser.add_argument("--reference-folder", help="the reference policy in a file there, not in host memory")
     parser.add_argument("--lora-rank", type=int, default=0, help="train LoRA adapters of this rank only")
     parser.add_argument("--lora-target-modules", default="all-linear", help="or names, separated by commas")
     parser.add_argument("--dtype", default="bfloat16")

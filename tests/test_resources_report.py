@@ -65,6 +65,7 @@ def test_command_line_says_what_fits_and_what_to_change(tmp_path: Path):
     short = run(*arguments, "--host-memory", "64GB")
     assert short.returncode == 1
     assert "host NO" in short.stdout and "without a KL term: 14.2 GiB less" in short.stdout
+    assert "with reference_folder, one GPU: 12.2 GiB less host memory" in short.stdout
     undecided = run(*arguments)
     assert undecided.returncode == 0 and "host depends on --host-memory" in undecided.stdout
     assert "needs: a host with 128 GB of free memory, a GPU with" in undecided.stdout
@@ -72,6 +73,19 @@ def test_command_line_says_what_fits_and_what_to_change(tmp_path: Path):
     assert small.returncode == 1 and "GPU NO" in small.stdout and "GPU memory: lower --seq-len" in small.stdout
     unknown = run("--model", str(tmp_path / "absent"))
     assert unknown.returncode == 2 and "no config.json" in unknown.stderr
+
+
+def test_reference_in_a_file_takes_two_buffers_of_the_embedding(tmp_path: Path):
+    QWEN_7B.save_pretrained(tmp_path)
+    model = ["--model", str(tmp_path)]
+    plain, in_file = (
+        report(command_line().parse_args([*model, *options])) for options in ([], ["--reference-folder", "/disk"])
+    )
+    assert in_file["host_bytes"]["total"] - plain["host_bytes"]["total"] == 2 * 2 * (152064 * 3584 + 3584)
+    assert plain["what_to_change"] == []
+    assert in_file["what_to_change"] == ["reference_folder: 14.2 GiB on the disk, which every reference pass reads"]
+    with pytest.raises(ValueError, match="the model without adapters is the reference"):
+        report(command_line().parse_args([*model, "--reference-folder", "/disk", "--lora-rank", "8"]))
 
 
 @pytest.mark.parametrize(

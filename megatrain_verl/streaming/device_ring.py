@@ -133,15 +133,18 @@ class DeviceRing:
         """Where the weights of `unit` go."""
         return self._slots[unit.name]
 
+    def holds(self, unit: UnitPlan) -> bool:
+        """Whether the weights of `unit` are in their slot or on their way there."""
+        return self.slot(unit).unit == unit.name
+
     def load(self, unit: UnitPlan, source: Tensor) -> None:
         """Start the transfer of `unit` from its host arena `source` into its slot; nothing if it is already there.
 
         `unit` may be a part of a layer, whose whole arena `source` is.
         """
-        ranges = unit.ranges()
-        slot = self.slot(unit)
-        if slot.unit == unit.name:
+        if self.holds(unit):
             return
+        ranges, slot = unit.ranges(), self.slot(unit)
         for each in (slot, *slot.overlapping):
             if each.free is not None:
                 self._streams.weight.wait(each.free, f"{each.name} free")

@@ -203,7 +203,7 @@ class StreamingEngine:
     def _load(self, unit: UnitState, part: int = 0) -> None:
         """Start the transfer of a unit's weights, which waits for that unit's AdamW, and for no other's."""
         self._wait_updated(unit, "transfer")
-        self._ring.load(unit.plan.pieces[part], unit.source(reference=self._reads_reference))
+        self.state.load(unit, part, self._ring, self.streams, reference=self._reads_reference)
 
     def _check(self, micro_batches: list[MicroBatch]) -> None:
         limit = self.config.max_seq_len or self.plan.config.get_text_config().max_position_embeddings
@@ -267,7 +267,7 @@ class StreamingEngine:
                 adapters.start(self.state.units, self.config.seed)
             else:
                 weight_files.take_layout(self.plan, source)
-        self.group.do_once("the reference", self.state.keep_frozen_reference)
+        self.group.do_once("the reference", self.state.keep_loaded_reference)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, weight in the compute dtype) in forward order; views of the host arenas, tied once.
@@ -289,7 +289,7 @@ class StreamingEngine:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Inside, `forward` reads the reference policy's weights: a pointer swap, nothing is copied."""
+        """Inside, `forward` reads the reference policy's weights, by a pointer swap or from their file."""
         if not self._keeps_reference:
             raise ValueError("this engine keeps no reference: make it with keep_reference=True")
         self._reads_reference = True
@@ -390,6 +390,7 @@ class StreamingEngine:
             self.group.fail(error)
             with after_failure():
                 self.streams.abandon()
+                self.state.forget_read_ahead()
                 if self._adamw_config is not None:
                     self.zero_grad()
                 self._free_device()

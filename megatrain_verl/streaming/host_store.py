@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from megatrain_verl.config import StreamingConfig
+from megatrain_verl.streaming.device_ring import DeviceRing
 from megatrain_verl.streaming.group.group import ALONE, Group, part_of
 from megatrain_verl.streaming.host_memory import HostBuffer, padded
 from megatrain_verl.streaming.master_weights import join_master, split_master
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.model_units import ParameterSpan, UnitPlan
+from megatrain_verl.streaming.reference_file import ReferenceFile
+from megatrain_verl.streaming.streams import Streams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TRAINED = ("weight", "low", "exp_avg", "exp_avg_sq")  # what an update writes
@@ -31,7 +34,7 @@ def arena_dtypes(config: StreamingConfig, *, trainable: bool, reference: bool) -
             kinds["low"] = torch.int16
         kinds["exp_avg"] = kinds["exp_avg_sq"] = torch.float32
         kinds["grad"] = DTYPES[config.host_grad_dtype]
-        if reference:
+        if reference and config.reference_folder is None:
             kinds["reference"] = compute
     return kinds
 
@@ -159,6 +162,7 @@ class ParameterState:
 
     units: list[UnitState] = field(default_factory=list)
     parts: list[UnitState] = field(default_factory=list)
+    reference_file: ReferenceFile | None = None
     _buffers: list[HostBuffer] = field(default_factory=list)
 
     @classmethod
@@ -176,6 +180,7 @@ class ParameterState:
 
         Raises:
             MemoryError: see `HostBuffer`; what was allocated before is released.
+            ValueError: see `ReferenceFile`.
         """
         state = cls()
         kinds = arena_dtypes(config, trainable=trainable, reference=reference)
@@ -195,6 +200,10 @@ class ParameterState:
             return UnitState(unit, **views)
 
         try:
+            if reference and config.reference_folder is not None:
+                in_file = [unit for unit in plan.units if arena_elements("reference", unit.numel, unit.trained)]
+                where = config.reference_folder, in_file, DTYPES[config.dtype]
+                state.reference_file = ReferenceFile(*where, register=register)
             arena_bytes = sum(padded(nbytes(unit, kind)) for unit in plan.units for kind in kinds)
             group.share_arenas(arena_bytes + padded(sum(_buffer_bytes(plan))))
             state.units = state.parts = [arenas(unit, kinds) for unit in plan.units]
@@ -230,11 +239,25 @@ class ParameterState:
             for span in unit.plan.spans:
                 yield unit, span
 
-    def keep_frozen_reference(self) -> None:
-        """Copy to the reference arenas what is never updated, and hence in no rank's part."""
+    def load(self, unit: UnitState, part: int, ring: DeviceRing, streams: Streams, *, reference: bool) -> None:
+        """Start the transfer of a part of `unit` to `ring`: of its weights, or of the reference policy's."""
+        if reference and self.reference_file is not None and unit.plan in self.reference_file:
+            self.reference_file.load(unit.plan, ring, streams)
+        else:
+            ring.load(unit.plan.pieces[part], unit.source(reference=reference))
+
+    def keep_loaded_reference(self) -> None:
+        """Copy to the reference arenas what is never updated, and hence in no rank's part; all of it to the file."""
+        if self.reference_file is not None:
+            self.reference_file.keep((unit.plan, unit.weight) for unit in self.units)
         for unit in self.units:
             if unit.reference is not None:
                 unit.reference[unit.plan.trained :].copy_(unit.weight[unit.plan.trained :])
+
+    def forget_read_ahead(self) -> None:
+        """After a failed pass."""
+        if self.reference_file is not None:
+            self.reference_file.forget()
 
     def updates_started(self) -> None:
         """Each rank copies the reference of its part before it writes there; who waits for all of them has it all."""
@@ -260,6 +283,8 @@ class ParameterState:
     def close(self) -> None:
         """Release all arenas."""
         self.units = self.parts = []
+        if self.reference_file is not None:
+            self.reference_file.close()
         for buffer in self._buffers:
             buffer.close()
         self._buffers = []

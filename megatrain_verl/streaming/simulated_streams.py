@@ -106,12 +106,12 @@ class SimulatedStreams(Streams):
                 self._random.shuffle(self._priority)
 
     def abandon(self) -> None:
-        for queue in self._of_a_pass():
+        for queue in (*self._on_device(), self.reader):
             queue.items.clear()
 
     def idle(self) -> bool:
         """Whether all work on the device has run; AdamW on the host may still be pending."""
-        return not any(queue.items for queue in (*self._of_a_pass(), *self.lanes))
+        return not any(queue.items for queue in (*self._on_device(), *self.lanes))
 
-    def _of_a_pass(self) -> tuple[SimulatedQueue, ...]:
+    def _on_device(self) -> tuple[SimulatedQueue, ...]:
         return self.weight, self.compute, self.grad, self.adder

@@ -8,6 +8,7 @@ wait for a mark of another one; nothing in a step waits for the whole device.
     grad       gradient accumulator -> host arena
     adder      gradient slab -> added to the host arena
     optimizer  AdamW on the host, one unit after the other
+    reader     reference file -> host buffer
     lanes      AdamW on the device, a chunk at a time: in, update, out
 
 On CUDA the first three and the lanes are streams and the others threads. On CPU they run inline. `simulated_streams.py`
@@ -27,7 +28,7 @@ from typing import Protocol
 import torch
 
 logger = logging.getLogger(__name__)
-QUEUES = ("weight", "compute", "grad", "adder", "optimizer")
+QUEUES = ("weight", "compute", "grad", "adder", "optimizer", "reader")
 LANES = 3
 
 
@@ -65,6 +66,7 @@ class Streams:
     grad: WorkQueue
     adder: WorkQueue
     optimizer: WorkQueue
+    reader: WorkQueue
     lanes: list[WorkQueue]
 
     def host_wait(self, event: Event, reason: str) -> None:
@@ -76,7 +78,7 @@ class Streams:
         return 0
 
     def abandon(self) -> None:
-        """After a failed pass: nothing that it appended to the device's queues runs any more when this returns."""
+        """After a failed pass: nothing that it appended to the queues runs any more when this returns."""
 
     def close(self) -> None:
         """End the threads that the queues own."""
@@ -255,6 +257,7 @@ class DeviceStreams(Streams):
         self.lanes = [make(f"lane {index}") for index in range(LANES)]
         self.adder = ThreadQueue("gradient adder")
         self.optimizer = ThreadQueue("host optimizer")
+        self.reader = ThreadQueue("reference reader")
 
     def host_wait(self, event: Event, reason: str) -> None:
         start = time.perf_counter()
@@ -262,13 +265,14 @@ class DeviceStreams(Streams):
         self.waited[reason] += time.perf_counter() - start
 
     def finished(self) -> int:
-        queues = (self.weight, self.compute, self.grad, self.adder, self.optimizer, *self.lanes)
+        queues = (self.weight, self.compute, self.grad, self.adder, self.optimizer, self.reader, *self.lanes)
         return sum(each.finished() for each in queues)
 
     def abandon(self) -> None:
-        for queue_of_device in (self.weight, self.compute, self.grad, self.adder):
-            queue_of_device.record().synchronize()
+        for queue_of_pass in (self.weight, self.compute, self.grad, self.adder, self.reader):
+            queue_of_pass.record().synchronize()
 
     def close(self) -> None:
         self.adder.close()
         self.optimizer.close()
+        self.reader.close()

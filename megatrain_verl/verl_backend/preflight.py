@@ -14,9 +14,11 @@ from verl.utils.device import get_device_name
 from verl.workers.config import HFModelConfig
 
 from megatrain_verl.resources import HostPlan, check_host_memory, check_shared_memory
+from megatrain_verl.streaming import reference_file
 from megatrain_verl.streaming.attention import check_available
 from megatrain_verl.streaming.model_plan import ModelPlan, plan_model
 from megatrain_verl.streaming.quantised_weights import stored_weights
+from megatrain_verl.streaming.unnamed_file import UnnamedFile
 from megatrain_verl.streaming.weight_folder import WeightFolder
 from megatrain_verl.verl_backend import llama4_rollout, prompt_files, registration
 
@@ -105,11 +107,21 @@ def _check_host_memory(config: DictConfig, plan: ModelPlan) -> None:
     ranks = config.trainer.n_gpus_per_node
     copies = engine.ref_in_actor and plan.lora is None  # without its adapters the actor is the reference
     actor = HostPlan.of(plan, streaming, trainable=True, reference=copies, ranks=ranks)
+    if streaming.reference_folder is not None and need_reference_policy(config):
+        _check_reference_folder(streaming.reference_folder, actor.file_bytes, plan, engine.ref_in_actor)
     if need_reference_policy(config) and not engine.ref_in_actor and plan.lora is None:
         reference = HostPlan.of(plan, streaming, trainable=False, reference=False)
         both = actor.bytes_by_kind | {"reference engine": reference.total}
         actor = HostPlan(both, actor.parameters)
     check_host_memory(actor, streaming)
+
+
+def _check_reference_folder(folder: str, nbytes: int, plan: ModelPlan, ref_in_actor: bool) -> None:
+    if plan.lora is not None:
+        raise ValueError("reference_folder: with LoRA the reference is the model without adapters; leave it out")
+    if not ref_in_actor:
+        raise ValueError("reference_folder is for the actor's own reference: set ref_in_actor=true or leave it out")
+    UnnamedFile(folder, nbytes, reference_file.OPTION).close()
 
 
 def _check_weight_transfer(config: DictConfig, plan: ModelPlan) -> None:

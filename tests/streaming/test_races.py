@@ -30,6 +30,7 @@ def train(streams, *, layers=4, **settings):
     ahead = "speculative_adamw_gb" in settings  # never clipped then, so that updates ahead are used
     adamw = AdamWConfig(lr=1e-2, clip_grad=None if ahead else 1.0)
     plan = settings.pop("plan", None)
+    settings["keep_reference"] = "reference_folder" in settings
     engine = oracle.make_engine(model, config, adamw, streams=streams, num_grad_slabs=2, **settings)
     if plan is not None:
         engine.planner = oracle.FixedPlanner(plan)
@@ -53,6 +54,9 @@ def train(streams, *, layers=4, **settings):
         step()
     results += [weight.clone() for _, weight in engine.named_weights()]
     results += [output.log_probs.clone() for output in engine.forward(batches)]
+    if settings["keep_reference"]:
+        with engine.reference_weights():
+            results += [output.log_probs.clone() for _ in range(2) for output in engine.forward(batches)]
     with tempfile.TemporaryDirectory() as folder:
         backward()
         step()
@@ -87,6 +91,7 @@ SHARED = {"device_adamw": True, "optimizer_backend": "native"}
 SPILL = {"device_activation_gb": 0}
 COMPACT = {"layers": 2, "resident_layers": 0}
 PARTS = {"layers": 2, "expert_parts": 3}
+IN_FILE = {"reference_folder": "."}  # nothing is left there
 MODELS = [
     {},
     {"layers": 2},
@@ -101,6 +106,7 @@ MODELS = [
     SHARED,
     COMPACT,
     PARTS,
+    IN_FILE,
     pytest.param({"expert_parts": 2, **SPILL, **AHEAD}, marks=pytest.mark.slow),
     {"tied": True, **RESIDENT, **AHEAD, **SHARED},
 ]
@@ -126,6 +132,7 @@ def test_every_wait_is_needed():
         SHARED,
         COMPACT,
         PARTS,
+        IN_FILE,
     ]
     expected = [train(None, **model) for model in models]
     waits = []
@@ -134,7 +141,7 @@ def test_every_wait_is_needed():
         train(streams, **model)
         waits.append(streams.waits)
     reasons = set().union(*waits)
-    assert len(reasons) == 47, sorted(reasons)
+    assert len(reasons) == 53, sorted(reasons)
     for reason in sorted(reasons):
         orders = ((seed, index) for seed in range(ORDERS) for index in range(len(models)) if reason in waits[index])
         found = any(goes_wrong(seed, reason, models[index], expected[index]) for seed, index in orders)

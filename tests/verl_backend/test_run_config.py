@@ -192,6 +192,32 @@ REFUSED = {
         ],
         "reference engine",
     ),
+    "reference in memory": (
+        [GROUP, f"{ACTOR}.megatrain.reference_folder=/dev/shm", f"{ACTOR}.use_kl_loss=True"],
+        r"reference_folder=/dev/shm: it is in memory .tmpfs.; name a folder on a fast disk",
+    ),
+    "reference of another engine": (
+        [
+            GROUP,
+            f"{ACTOR}.megatrain.reference_folder=/absent",
+            f"{ACTOR}.megatrain.ref_in_actor=False",
+            f"{ACTOR}.use_kl_loss=True",
+        ],
+        "reference_folder is for the actor's own reference: set ref_in_actor=true",
+    ),
+    "reference of adapters": (
+        [GROUP, *LORA, f"{ACTOR}.megatrain.reference_folder=/absent", f"{ACTOR}.use_kl_loss=True"],
+        "reference_folder: with LoRA the reference is the model without adapters",
+    ),
+    "reference for several GPUs": (
+        [
+            GROUP,
+            f"{ACTOR}.megatrain.reference_folder=/absent",
+            "trainer.n_gpus_per_node=2",
+            f"{ACTOR}.use_kl_loss=True",
+        ],
+        "reference_folder works with one GPU, not with 2",
+    ),
     "offload": ([GROUP, f"{ACTOR}.megatrain.param_offload=False"], "param_offload=False is not possible"),
     "asynchronous save": ([GROUP, f"{ACTOR}.checkpoint.async_save=True"], "async_save=True is not supported"),
     "contents": ([GROUP, f"{ACTOR}.checkpoint.save_contents=[modell]"], "unknown option modell.*did you mean model"),

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -341,10 +342,14 @@ def test_export_names_every_weight_once(
         torch.testing.assert_close(weight.float(), expected[name].detach(), rtol=2**-8, atol=0)
 
 
-def test_reference_stays_what_the_model_path_holds(tiny: HFModelConfig, make: Callable) -> None:
-    engine, batch = make(tiny), rl_batch(tiny.hf_config.vocab_size)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_reference_stays_what_the_model_path_holds(
+    tiny: HFModelConfig, make: Callable, tmp_path: Path, in_file: bool
+) -> None:
+    engine, batch = make(tiny, reference_folder=str(tmp_path) if in_file else None), rl_batch(tiny.hf_config.vocab_size)
     start = score(engine, batch)["log_probs"].values()
     for step in range(2):
         train(engine, rl_batch(tiny.hf_config.vocab_size, seed=step), actor_loss())
     assert (score(engine, batch)["log_probs"].values() - start).abs().max() > 1e-2
     assert torch.equal(score(engine, batch, reference=True)["log_probs"].values(), start)
+    assert ("reference" in engine.streaming.host_plan.bytes_by_kind) is not in_file
