@@ -73,12 +73,13 @@ def missing_memory(folder: Path, engine: dict[str, Any], reference: bool) -> Ite
     needed = int(plan.total * MARGIN)
     if needed > available:
         cures = "take a host with more memory"
-        if reference:
+        if "reference" in plan.bytes_by_kind:
             saved = plan.bytes_by_kind["reference"] * MARGIN
             cures += (
                 f", or train without KL, {saved / GB:.0f} GB less: {' '.join(f'{term}=False' for term in KL_TERMS)}"
             )
-        kept = "parameters and their reference" if reference else "parameters"
+            cures += ", or set actor_rollout_ref.actor.megatrain.reference_folder to a folder on a disk"
+        kept = "parameters and their reference" if "reference" in plan.bytes_by_kind else "parameters"
         text = f"host memory: {plan.parameters / 1e9:.2f} billion {kept} need {needed / GB:.0f} GB"
         yield f"{text}, {available / GB:.0f} GB are available: {cures}"
 

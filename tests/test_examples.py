@@ -181,8 +181,8 @@ def test_preflight_names_the_missing_gpu():
 def test_preflight_weighs_the_reference(model_folder):
     """38.0M parameters: 14 bytes each 0.53 GB, 16 with the reference 0.61 GB; and some staging memory, and 5%."""
 
-    def problems(gb, reference):
-        engine = {"host_memory_gb": gb * 1e9 / 2**30, "cpu_threads": 1, "_target_": "ignored"}
+    def problems(gb, reference, **options):
+        engine = {"host_memory_gb": gb * 1e9 / 2**30, "cpu_threads": 1, "_target_": "ignored", **options}
         return list(preflight.missing_memory(model_folder, engine, reference))
 
     assert not problems(0.75, reference=True)
@@ -190,6 +190,8 @@ def test_preflight_weighs_the_reference(model_folder):
     problem = one(problems(0.63, reference=True))
     assert "more memory" in problem and "use_kl_loss=False" in problem and "\n" not in problem
     assert "algorithm.use_kl_in_reward=False" in problem  # either term needs the reference
+    assert "megatrain.reference_folder" in problem
+    assert "reference" not in one(problems(0.3, reference=True, reference_folder="/disk"))
     assert "use_kl_loss" not in one(problems(0.3, reference=False))
 
 
