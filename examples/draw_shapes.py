@@ -88,5 +88,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=200)
     given = parser.parse_args()
+    if given.rows < 1:
+        parser.error(f"--rows must be 1 or more, got {given.rows}")
     write(given.folder, given.rows)
     print(f"{given.rows} rows in {given.folder}")

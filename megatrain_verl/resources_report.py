@@ -38,7 +38,7 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: anything else.
     """
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].upper() not in UNITS:
         raise ValueError(f"{text!r} is not a size; write 80GB, 512GiB or a number of bytes")
     return int(float(found[1]) * UNITS[found[2].upper()])
@@ -236,11 +236,11 @@ def command_line() -> argparse.ArgumentParser:
     """The options, whose values `report` takes."""
     parser = argparse.ArgumentParser(prog="python -m megatrain_verl.resources", description=__doc__)
     parser.add_argument("--model", required=True, help="folder, config.json or hub name")
-    parser.add_argument("--gpu-memory", type=parse_size, default=parse_size("80GB"))
-    parser.add_argument("--host-memory", type=parse_size, help="default: only say what is needed")
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of the longest sequence")
-    parser.add_argument("--micro-batch-tokens", type=int, help="default: what fits")
-    parser.add_argument("--tokens-per-step", type=int, help="default: enough to hide the transfers")
+    parser.add_argument("--gpu-memory", type=_size, default=parse_size("80GB"))
+    parser.add_argument("--host-memory", type=_size, help="default: only say what is needed")
+    parser.add_argument("--seq-len", type=_tokens, default=2048, help="tokens of the longest sequence")
+    parser.add_argument("--micro-batch-tokens", type=_tokens, help="default: what fits")
+    parser.add_argument("--tokens-per-step", type=_tokens, help="default: enough to hide the transfers")
     parser.add_argument("--rollout", choices=("vllm", "none"), default="none", help="what shares the GPU")
     parser.add_argument("--reference", action="store_true", help="a reference policy for a KL term")
     parser.add_argument("--reference-folder", help="the reference policy in a file there, not in host memory")
@@ -251,6 +251,19 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--expert-parts", type=int, default=1, help="parts in which experts are streamed")
     parser.add_argument("--json", action="store_true")
     return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:  # whose text argparse would drop
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _tokens(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write a whole number from 1 on")
+    return int(text)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from ceilings import Bound, Ceilings
 from processes import ANY_DEVICE, run_system
 from report import finish, table
 from several_gpus import MEMORY, predict
+from shared_reads import CHUNK_BYTES, Readers
 from timeline import device_spans
 from workload import Workload
 
@@ -59,6 +60,19 @@ def test_several_gpus_are_limited_by_what_they_share() -> None:
     assert once.seconds == pytest.approx((weights + adamw) / MEMORY + 2 * weights / MEMORY)
     ample = predict(sizes, 8_000, 8, 1e15)
     assert ample.seconds == pytest.approx(weights / 55.1e9 + weights / 48.6e9) and ample.saturated == "PCIe"
+
+
+def test_each_way_of_reading_gives_every_device_the_whole_unit() -> None:
+    readers = Readers(["cpu"] * 3, 4 * CHUNK_BYTES // 3 * 3)  # the last chunk of each part is shorter
+    readers.check(readers.full)
+    readers.check(readers.once)
+
+    def nothing(rank: int) -> None:
+        assert rank < 3
+
+    with pytest.raises(RuntimeError, match="copies of 'nothing' lose data"):
+        readers.check(nothing)
+    readers.close()
 
 
 def test_streams_are_named_by_what_they_carry() -> None:

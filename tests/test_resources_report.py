@@ -97,6 +97,22 @@ def test_sizes_are_read_with_units(text, size):
         parse_size(text + "x!")
 
 
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("--gpu-memory", "80XB", "'80XB' is not a size; write 80GB"),
+        ("--host-memory", "1.2.3GB", "'1.2.3GB' is not a size; write 80GB"),
+        ("--seq-len", "0", "'0' is not a number of tokens"),
+        ("--micro-batch-tokens", "-5", "'-5' is not a number of tokens"),
+        ("--tokens-per-step", "1e6", "'1e6' is not a number of tokens"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_with_what_to_write(option, value, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command_line().parse_args(["--model", "M", f"{option}={value}"])
+    assert f"argument {option}: {message}" in capsys.readouterr().err
+
+
 def test_family_with_its_own_code_is_sized_as_a_llama(tmp_path: Path):
     """Baichuan2-7B, whose published parameter count this is."""
     shape = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32}

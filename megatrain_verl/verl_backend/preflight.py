@@ -14,7 +14,7 @@ from verl.utils.device import get_device_name
 from verl.workers.config import HFModelConfig
 
 from megatrain_verl.resources import HostPlan, check_host_memory, check_shared_memory
-from megatrain_verl.streaming import reference_file
+from megatrain_verl.streaming import linear_attention, reference_file
 from megatrain_verl.streaming.attention import check_available
 from megatrain_verl.streaming.model_plan import ModelPlan, plan_model
 from megatrain_verl.streaming.quantised_weights import stored_weights
@@ -56,6 +56,7 @@ def check_inputs(config: DictConfig) -> None:
     # Refuses what the engine would train wrongly.
     lora = registration.lora_settings(model)
     plan = plan_model(copy.deepcopy(model.hf_config), engine.get("freeze", ()), lora, engine.get("expert_parts", 1))
+    linear_attention.check_kernels(plan.structures)
     with WeightFolder(model.local_path) as folder:
         plan.hub = plan.hub.as_in(weight.header.name for weight in stored_weights(folder))
     _check_host_memory(config, plan)

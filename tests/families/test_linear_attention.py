@@ -14,7 +14,8 @@ from packaging.version import Version
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from megatrain_verl.streaming.linear_attention import check_versions
+from megatrain_verl.streaming.linear_attention import check_kernels, check_versions
+from megatrain_verl.streaming.model_plan import plan_model
 from tests import oracle
 from tests.families.configs import family_config
 
@@ -104,3 +105,21 @@ def test_versions_with_wrong_gradients_are_refused(fla, triton, has_tilelang, re
         return
     with pytest.raises(ValueError, match=f"flash-linear-attention {fla} with triton {triton} computes wrong gradients"):
         check_versions(*versions, has_tilelang=has_tilelang)
+
+
+def test_training_with_wrong_gradients_is_refused_on_hopper_gpus_only(monkeypatch):
+    config, modeling = family_config("Qwen3.5-27B"), MODELS["Qwen3.5-27B"]
+    model, plain = oracle.plain_model(config), plan_model(config).structures  # on the functions of transformers
+    for name, version in (("fla", "0.6.0"), ("triton", "3.6.0")):
+        package = ModuleType(name)
+        package.__version__ = version
+        monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setitem(sys.modules, "tilelang", None)
+    monkeypatch.setattr(modeling, "chunk_gated_delta_rule", Kernels(modeling).rule)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    check_kernels(plain)
+    with pytest.raises(ValueError, match="computes wrong gradients on Hopper GPUs"):
+        oracle.make_engine(model, config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    check_kernels(plan_model(config).structures)

@@ -12,12 +12,14 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 from transformers import Llama4TextConfig, T5Config
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
 
 import megatrain_verl.verl_backend.conf
+from megatrain_verl.streaming import linear_attention
 from megatrain_verl.verl_backend import llama4_rollout, preflight, quantised_rollout
 from megatrain_verl.verl_backend.config import MegaTrainActorConfig, MegaTrainEngineConfig
 
@@ -341,6 +343,17 @@ def test_llama_4_is_checked_in_the_driver(tiny: HFModelConfig, data: Path, tmp_p
     options = (f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.max_model_len=128")
     with pytest.raises(ValueError, match="attn_temperature_tuning is True in training"):
         check(run_config(tiny, data, GROUP, *options, "actor_rollout_ref.rollout.name=vllm"))
+
+
+def test_kernels_are_checked_in_the_driver(tiny: HFModelConfig, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_attention, "check_kernels", refuse_layers)
+    with pytest.raises(ValueError, match="refused: Qwen2DecoderLayer"):
+        check(run_config(tiny, data, GROUP))
+
+
+def refuse_layers(layers: list[nn.Module]) -> None:
+    """As a GPU with kernels that compute wrong gradients."""
+    raise ValueError(f"refused: {type(layers[0]).__name__}")
 
 
 def test_weight_that_exceeds_the_transfer_buffer_is_refused(
