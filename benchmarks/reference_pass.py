@@ -21,6 +21,8 @@ from megatrain_verl.model_sizes import ModelSizes
 from megatrain_verl.streaming.batch import MicroBatch
 from megatrain_verl.streaming.engine import StreamingEngine
 
+TOKENS_PER_MICRO_BATCH = 8192
+
 
 def make_engine(arguments: argparse.Namespace, folder: str | None) -> StreamingEngine:
     """An engine with a reference in `folder`, or in host memory."""
@@ -29,7 +31,7 @@ def make_engine(arguments: argparse.Namespace, folder: str | None) -> StreamingE
     engine = StreamingEngine(model, config, AdamWConfig(), device=arguments.device, keep_reference=True)
     spans = [(span.name, span.shape) for unit in engine.plan.units for span in unit.spans]
     start = time.perf_counter()
-    engine.load_weights((name, draw_weight(name, shape, "cpu")) for name, shape in spans)
+    engine.load_weights((name, draw_weight(name, shape, arguments.device).cpu()) for name, shape in spans)
     print(f"weights made{' and written' if folder else ''} in {time.perf_counter() - start:.1f} s", flush=True)
     return engine
 
@@ -50,9 +52,12 @@ def waited(engine: StreamingEngine) -> float:
 def measure(engine: StreamingEngine, arguments: argparse.Namespace, cold: bool) -> list[tuple[float, ...]]:
     """Of each pass: its seconds, those waited for the file, those in which the file was read. A first one warms up."""
     generator, vocab = torch.Generator().manual_seed(1), engine.plan.vocab_size
-    ids = torch.randint(0, vocab, (arguments.rows * arguments.seq_len,), generator=generator)
-    positions = torch.arange(arguments.seq_len).repeat(arguments.rows)
-    batch, found = MicroBatch(ids, positions, [arguments.seq_len] * arguments.rows), []
+    ids, length = torch.randint(0, vocab, (arguments.rows, arguments.seq_len), generator=generator), arguments.seq_len
+    batches = [
+        MicroBatch(rows.flatten(), torch.arange(length).repeat(len(rows)), [length] * len(rows))
+        for rows in ids.split(max(1, TOKENS_PER_MICRO_BATCH // length))
+    ]
+    found = []
     for _ in range(arguments.passes + 1):
         engine.streams.reader.record().synchronize()  # what was read ahead
         if cold:
@@ -60,7 +65,7 @@ def measure(engine: StreamingEngine, arguments: argparse.Namespace, cold: bool) 
         engine.streams.reader.spans.clear()
         before, start = waited(engine), time.perf_counter()
         with engine.reference_weights():
-            engine.forward([batch])
+            engine.forward(batches)
         seconds = time.perf_counter() - start
         engine.streams.reader.record().synchronize()
         read = sum(end - begin for begin, end in engine.streams.reader.spans)
@@ -76,10 +81,12 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=1536)
     parser.add_argument("--passes", type=int, default=3, help="measured ones")
     parser.add_argument("--folder", required=True, help="for the file")
+    parser.add_argument("--only-file", action="store_true", help="leave out the reference in host memory, 2 bytes more")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     nbytes = 2 * ModelSizes.of(model_config(arguments.model, arguments.layers)).num_parameters
-    for folder, states in ((None, ["in host memory"]), (arguments.folder, ["in the page cache", "on the disk"])):
+    places = [(None, ["in host memory"]), (arguments.folder, ["in the page cache", "on the disk"])]
+    for folder, states in places[arguments.only_file :]:
         engine = make_engine(arguments, folder)
         for state in states:
             passes = measure(engine, arguments, cold=state == "on the disk")

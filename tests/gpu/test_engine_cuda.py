@@ -205,9 +205,12 @@ def test_deepspeed_and_torch_agree():
         engine.close()
 
 
-def test_reference_weights_stay_those_first_loaded():
+@pytest.mark.parametrize("folder", [None, "."])  # nothing is left there
+def test_reference_weights_stay_those_first_loaded(folder):
     config, model = medium_model("qwen2")
-    engine = oracle.make_engine(model.cpu(), config, AdamWConfig(lr=1e-3), device="cuda", keep_reference=True)
+    engine = oracle.make_engine(
+        model.cpu(), config, AdamWConfig(lr=1e-3), device="cuda", keep_reference=True, reference_folder=folder
+    )
     batches = oracle.split_micro_batches(oracle.random_rows([64] * 4), 4)
     first = engine.forward(batches)[0].log_probs.clone()
     for step in range(2):

@@ -104,13 +104,16 @@ def test_parts_of_experts_leave_no_layer_on_the_device() -> None:
     ids=["group", "stock command"],
 )
 def test_both_commands_reach_the_engine(tiny: HFModelConfig, data: Path, overrides: list[str]) -> None:
-    config = run_config(tiny, data, *overrides)
+    add = "+" if STOCK in overrides else ""
+    folder = f"{add}{ACTOR}.megatrain.reference_folder=${{trainer.default_local_dir}}"
+    config = run_config(tiny, data, *overrides, folder)
     check(config)
     OmegaConf.resolve(config)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert type(actor) is MegaTrainActorConfig and actor.engine.strategy == actor.strategy == "megatrain"
     assert (actor.engine.checkpoint_interval, actor.engine.dtype, actor.engine.seed) == (2, "float32", 42)
     assert actor.engine.ref_in_actor and not actor.engine.forward_only
+    assert actor.engine.reference_folder == config.trainer.default_local_dir
     assert actor.engine.update_weights_bucket_megabytes == 16
     assert actor.engine.gpu_memory_utilization == config.actor_rollout_ref.rollout.gpu_memory_utilization == 0.5
     ref = config.actor_rollout_ref.ref.megatrain
