@@ -13,6 +13,7 @@ two expert slots, in forward order.
 """
 
 import copy
+import gc
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -193,6 +194,15 @@ def bind(template: nn.Module, unit: UnitPlan, buffer: Tensor) -> nn.Module:
         setattr(module.get_submodule(path), name, nn.Parameter(view, requires_grad=trainable[local]))
     unpacked_rows.install(module)
     return module
+
+
+def return_memory(slots: list[StorageWeakRef], device: str) -> None:
+    """Give freed memory of `device` back to others. `slots`: of a ring that nobody needs any more."""
+    if not all(storage.expired() for storage in slots):
+        gc.collect()  # cycles of Python objects, such as torch.compile leaves, keep modules with views into slots
+    if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # 32 MiB per stream that torch never frees by itself
+        torch.cuda.empty_cache()
 
 
 def _copy(slot: Tensor, source: Tensor, ranges: list[Range]) -> None:

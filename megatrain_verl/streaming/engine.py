@@ -9,7 +9,6 @@
 The order inside the two passes is in `layer_major.py`.
 """
 
-import gc
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,7 +27,7 @@ from megatrain_verl.streaming.attention import check_available, check_layers
 from megatrain_verl.streaming.batch import MicroBatch, TokenOutputs, check_micro_batches
 from megatrain_verl.streaming.device_adamw import make_share
 from megatrain_verl.streaming.device_batch import to_device
-from megatrain_verl.streaming.device_ring import DeviceRing, TransferCounters
+from megatrain_verl.streaming.device_ring import DeviceRing, TransferCounters, return_memory
 from megatrain_verl.streaming.gradients import GradientPath
 from megatrain_verl.streaming.group.group import ALONE, Group
 from megatrain_verl.streaming.host_adamw import HostAdamW
@@ -38,7 +37,7 @@ from megatrain_verl.streaming.layer_arguments import DecoderSkeleton
 from megatrain_verl.streaming.layer_major import DeviceFunctions, LayerMajorPass, LossFunction
 from megatrain_verl.streaming.model_plan import plan_model
 from megatrain_verl.streaming.pass_plan import PassPlan, PassPlanner
-from megatrain_verl.streaming.streams import DeviceStreams, Streams, after_failure
+from megatrain_verl.streaming.streams import DeviceStreams, Streams, do_after_failure
 from megatrain_verl.streaming.token_head import TokenHead
 from megatrain_verl.streaming.unit_updates import UnitUpdates
 
@@ -367,17 +366,14 @@ class StreamingEngine:
             self.release_device()
 
     def _free_device(self, *, updates: bool = True) -> None:
-        slots = () if self._ring is None else self._ring.storages()
+        slots = [] if self._ring is None else self._ring.storages()
         self._ring = self._token_head = self._skeleton = None
-        if self._adamw_config is not None:
-            self._gradients.release_device()
-            if updates:
-                self._updates.release_device()
-        if not all(storage.expired() for storage in slots):
-            gc.collect()  # cycles of Python objects, such as torch.compile leaves, keep modules with views into slots
-        if self.device == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # 32 MiB per stream that torch never frees by itself
-            torch.cuda.empty_cache()
+        with ExitStack() as rest:  # last to first, whatever one of them raises
+            rest.callback(return_memory, slots, self.device)
+            if self._adamw_config is not None:
+                if updates:
+                    rest.callback(self._updates.release_device)
+                self._gradients.release_device()
 
     @contextmanager
     def _released_on_error(self, micro_batches: list[MicroBatch], plan: PassPlan | None = None) -> Iterator[None]:
@@ -385,13 +381,9 @@ class StreamingEngine:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                memory_advice.explain(error, self.plan, self.config, micro_batches, plan, self.planner)
             self.group.fail(error)
-            with after_failure():
-                self.streams.abandon()
-                self.state.forget_read_ahead()
-                if self._adamw_config is not None:
-                    self.zero_grad()
-                self._free_device()
+            zero_grad = [] if self._adamw_config is None else [self.zero_grad]
+            explain = partial(memory_advice.explain, error, self.plan, self.config, micro_batches, plan, self.planner)
+            drop = (self.streams.abandon, self.state.forget_read_ahead, *zero_grad, self._free_device)
+            do_after_failure(*([explain] if isinstance(error, torch.OutOfMemoryError) else []), *drop)
             raise

@@ -131,10 +131,10 @@ class GradientPath:
     def release_device(self) -> None:
         """Drop what `acquire_device` allocated, once the device is done with it; keep the norm."""
         if self._on_device:
-            self._squares = self._squares.cpu()
             self._accumulators.clear()
             del self._staging
             self._on_device = False
+            self._squares = self._squares.cpu()
 
     @property
     def device_bytes(self) -> int:

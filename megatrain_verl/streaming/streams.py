@@ -21,8 +21,8 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -231,15 +231,17 @@ def _cuda_queue(name: str) -> CudaQueue:
     return CudaQueue()
 
 
-@contextmanager
-def after_failure() -> Iterator[None]:
-    """Inside, what a failed pass has left is dropped. A further error of the queues is logged and not raised: that of
-    the pass, which the caller raises, comes first, and a queue that has failed says so again at the next wait.
+def do_after_failure(*steps: Callable[[], None]) -> None:
+    """Do every step of what follows a failed pass, whatever another one raises.
+
+    Further errors are logged and not raised: that of the pass, which the caller raises, comes first, and a queue that
+    has failed says so again at the next wait.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        logger.warning("the device cannot be cleared after a failed pass: %s", error)
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            logger.warning("another error while a failed pass is cleared away: %s", error, exc_info=True)
 
 
 class DeviceStreams(Streams):
@@ -269,8 +271,9 @@ class DeviceStreams(Streams):
         return sum(each.finished() for each in queues)
 
     def abandon(self) -> None:
-        for queue_of_pass in (self.weight, self.compute, self.grad, self.adder, self.reader):
-            queue_of_pass.record().synchronize()
+        with ExitStack() as waits:  # for all of them, whatever one raises
+            for queue_of_pass in (self.reader, self.adder, self.grad, self.compute, self.weight):
+                waits.callback(lambda each=queue_of_pass: each.record().synchronize())
 
     def close(self) -> None:
         self.adder.close()
