@@ -102,6 +102,7 @@ class StreamingEngine:
             self._updates = UnitUpdates(optimizer, adamw, share, self.streams, group)
             self._gradients = GradientPath(self.plan, self.state, self.streams, self.counters, config, group, device)
             self._spill_area = SpillArea(partial(check_spill, config, self.host_plan), register=device == "cuda")
+        self.closed = False
 
     # ------------------------------------------------------------------------------------------------- a step
 
@@ -355,7 +356,10 @@ class StreamingEngine:
         self._free_device(updates=updates)
 
     def close(self) -> None:
-        """Wait for pending work and release all memory. The engine cannot be used afterwards."""
+        """Wait for pending work and release all memory. The engine cannot be used afterwards, but closed again."""
+        if self.closed:
+            return
+        self.closed = True
         with ExitStack() as rest:  # last to first, whatever one of them raises
             rest.callback(self.group.close)
             rest.callback(self.state.close)

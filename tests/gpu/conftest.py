@@ -19,7 +19,7 @@ def engines_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[None
         return
     with ExitStack() as left:  # whatever one of them raises
         for engine in (thing for thing in gc.get_objects() if type(thing) is StreamingEngine):
-            if hasattr(engine, "step_count"):  # else it was refused while it was made, and its memory goes with it
+            if not getattr(engine, "closed", True):  # what was refused while it was made takes its memory with it
                 left.callback(engine.close)
     gc.collect()
     torch.cuda.empty_cache()

@@ -310,3 +310,16 @@ def test_a_failed_pass_waits_for_every_queue():
         streams.abandon()
     assert sent == [1]
     streams.close()
+
+
+@pytest.mark.timeout(60)
+def test_an_engine_may_be_closed_again():
+    """With AdamW on the device too, which would be waited for in queues that have ended."""
+    config = oracle.tiny_config("qwen2")
+    settings = {"device_adamw": True, "optimizer_backend": "native"}
+    engine = oracle.make_engine(oracle.plain_model(config), config, **settings)
+    backward(engine)
+    engine.optimizer_step()
+    for _ in range(2):
+        engine.close()
+        assert engine.closed and engine.state.nbytes == 0
