@@ -1,7 +1,8 @@
 """What to change, and by how much, after a pass has run out of device memory."""
 
 import re
-from dataclasses import replace
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,75 +59,101 @@ def advice(
         limit: bytes that the engine can have.
         saved_bytes_per_token: what a kept layer holds.
     """
-    waves = [len(tokens)] if plan is None else list(plan.waves)
-    starts = [sum(waves[:number]) for number in range(len(waves))]
-    wave = max(sum(tokens[start : start + count]) for start, count in zip(starts, waves, strict=True))
+    failed = PassMemory(sizes, config, plan, max(tokens), _largest_wave(tokens, plan), saved_bytes_per_token)
     lines = [f"{wanted / GIB:.2f} GiB of device memory were needed, {limit / GIB:.2f} GiB can be had. What helps:"]
-    fixed = _fixed_bytes(sizes, config, plan) + CUBLAS_WORKSPACE
-    # A pass may fail early in a layer, long before it has all that it needs.
-    planned = sum(_device_bytes(sizes, config, plan, max(tokens), wave).values()) + CUBLAS_WORKSPACE
-    needed = max(wanted, planned)
-    fitting = _fitting_tokens(max(tokens), needed - fixed, limit - fixed)
-    if fitting >= LEAST_TOKENS:
+    fitting = _fitting_tokens(failed, wanted, limit)
+    if fitting > 0:
         lines.append(
-            f"at most about {fitting} tokens per micro-batch instead of {max(tokens)} (SFT: "
+            f"at most about {fitting} tokens per micro-batch instead of {failed.micro_batch} (SFT: "
             "data.max_token_len_per_gpu; RL: ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu, or fewer "
             "rows per micro-batch)"
         )
-    for option, saved in _savings(sizes, config, plan, max(tokens), wave, saved_bytes_per_token).items():
+    for option, saved in _savings(failed, sum(tokens)).items():
         if saved >= GIB / 100:
             lines.append(f"{option}: {saved / GIB:.2f} GiB less")
     return "\n  ".join(lines)
 
 
-def _fixed_bytes(sizes: Sizes, config: StreamingConfig, plan: PassPlan | None) -> int:
-    """What no number of tokens changes: weights and gradients on the device."""
-    parts = _device_bytes(sizes, config, plan, 0, 0)
-    return sum(size for part, size in parts.items() if part != "workspace")
+@dataclass(frozen=True)
+class PassMemory:
+    """A pass and the sizes on which its device memory depends, in tokens: of the largest micro-batch and wave."""
+
+    sizes: Sizes
+    config: StreamingConfig
+    plan: PassPlan | None
+    micro_batch: int
+    wave: int
+    saved_bytes_per_token: float
+
+    def parts(self) -> dict[str, float]:
+        """Bytes on the device by part. A smaller micro-batch changes no part that depends on the wave alone."""
+        training = self.plan is not None
+        plan = self.plan if training else PassPlan(())
+        settings = {"layer_slots": plan.layer_slots, "resident_gradients": plan.resident_gradients}
+        parts = device_bytes(self.sizes, self.config, self.micro_batch, self.wave, training=training, **settings)
+        row = self.sizes.hidden_size * DTYPES[self.config.dtype].itemsize
+        kept = plan.kept_layers if training else 0
+        if training:
+            share = 1 - kept / len(self.sizes.layer_sizes)
+            parts["layer inputs"] = min(plan.input_bytes, share * input_bytes(self.sizes, self.config, self.wave))
+        parts["kept layers"] = kept * self.wave * max(self.saved_bytes_per_token, row)
+        logits = self.micro_batch * self.sizes.vocab_size * DTYPES[self.config.dtype].itemsize
+        parts["kept logits"] = logits if plan.keep_logit_gradients else 0
+        return parts
+
+    def needed(self) -> float:
+        """Bytes on the device, with what cuBLAS takes."""
+        return sum(self.parts().values()) + CUBLAS_WORKSPACE
 
 
-def _device_bytes(
-    sizes: Sizes, config: StreamingConfig, plan: PassPlan | None, micro_batch: int, wave: int
-) -> dict[str, int]:
-    training = plan is not None
-    slots = plan.layer_slots if training else 2
-    resident = training and plan.resident_gradients
-    settings = {"training": training, "layer_slots": slots, "resident_gradients": resident}
-    return device_bytes(sizes, config, micro_batch, wave, **settings)
+def _largest_wave(tokens: list[int], plan: PassPlan | None) -> int:
+    """Tokens of the largest wave; a pass that scores has one."""
+    rest = iter(tokens)
+    waves = [len(tokens)] if plan is None else plan.waves
+    return max(sum(next(rest) for _ in range(count)) for count in waves)
 
 
-def _fitting_tokens(tokens: int, needed: int, room: int) -> int:
-    """Tokens per micro-batch whose activations fit into `room`, if those of `tokens` take `needed` bytes."""
-    if needed <= 0 or room <= 0:
-        return 0
+def _fitting_tokens(failed: PassMemory, wanted: int, limit: int) -> int:
+    """Tokens per micro-batch with which the pass fits into `limit`, where `wanted` bytes were not enough; 0: none."""
+    tokens = failed.micro_batch
+    # A pass may fail early in a layer, long before it has all that it needs. What it wanted beyond what is counted
+    # here is taken for the micro-batch's.
+    uncounted = max(0.0, wanted - failed.needed())
+
+    def needed(fewer: int) -> float:
+        return replace(failed, micro_batch=fewer).needed() + uncounted * fewer / tokens
+
     # What failed has failed: fragments of free memory can make it fail with room left.
-    return min(int(tokens * room / needed), tokens - tokens // 8) // 64 * 64
+    candidates = range(LEAST_TOKENS, tokens - tokens // 8 + 1, 64)
+    fitting = bisect_right(candidates, limit, key=needed)
+    return candidates[fitting - 1] if fitting else 0
 
 
-def _savings(
-    sizes: Sizes, config: StreamingConfig, plan: PassPlan | None, micro_batch: int, wave: int, saved: float
-) -> dict[str, float]:
-    """Bytes that each option would save, by the option."""
-    itemsize = DTYPES[config.dtype].itemsize
-    chunk = max(128, config.head_chunk_tokens // 2)
-    head = (config.head_chunk_tokens - chunk) * sizes.vocab_size * (4 * 4 + itemsize)
-    savings: dict[str, float] = {}
-    if plan is not None and config.most_resident_layers != 0:
-        lean = _fixed_bytes(sizes, replace(config, resident_layers=0), PassPlan(plan.waves))
-        kept = micro_batch * sizes.vocab_size * itemsize if plan.keep_logit_gradients else 0
-        kept += plan.kept_layers * wave * max(0.0, saved - sizes.hidden_size * itemsize)
-        savings["resident_layers=0"] = _fixed_bytes(sizes, config, plan) - lean + kept
+def _savings(failed: PassMemory, tokens: int) -> dict[str, float]:
+    """Bytes that each option would save in a pass over `tokens` in all, by the option."""
+    sizes, config, plan = failed.sizes, failed.config, failed.plan
+    options: dict[str, PassMemory] = {}
+    lean = replace(failed, config=replace(config, resident_layers=0))
+    if plan is not None:
+        # Without resident gradients the micro-batches run in one wave, unless the user wants several.
+        wave = failed.wave if config.wave_tokens else tokens
+        lean = replace(lean, wave=wave, plan=PassPlan((1,), input_bytes=failed.parts()["layer inputs"]))
+        if config.most_resident_layers != 0:
+            options["resident_layers=0"] = lean
     parts = min(2 * config.expert_parts, sizes.separable_experts)
     if parts > config.expert_parts and config.checkpoint_interval == 1:
-        lean, split = replace(config, resident_layers=0), replace(config, resident_layers=0, expert_parts=parts)
-        before, after = (
-            sum(device_bytes(sizes, each, micro_batch, wave, training=plan is not None).values())
-            for each in (lean, split)
+        split = replace(lean, config=replace(lean.config, expert_parts=parts))
+        options[f"expert_parts={parts} (with one process; experts of a layer are streamed in parts)"] = split
+    if plan is not None:
+        spilled = replace(failed, plan=replace(plan, input_bytes=0))
+        options["device_activation_gb=0 (layer inputs go to page-locked host memory)"] = spilled
+    half = failed.wave // 2
+    if half >= failed.micro_batch:  # else smaller micro-batches come first
+        fewer = "fewer rows at a time (data.train_batch_size)"
+        waves = (
+            f"wave_tokens={half} (gradients are added on the host, in bfloat16 with 2 more bytes per parameter there)"
         )
-        savings[f"expert_parts={parts} (with one process; experts of a layer are streamed in parts)"] = before - after
-    if plan is not None and plan.input_bytes > 0:
-        share = 1 - plan.kept_layers / len(sizes.layer_sizes)
-        on_device = min(plan.input_bytes, share * input_bytes(sizes, config, wave))
-        savings["device_activation_gb=0 (layer inputs go to page-locked host memory)"] = on_device
-    savings[f"head_chunk_tokens={chunk}"] = head
-    return savings
+        options[fewer if plan is None else waves] = replace(failed, wave=half)
+    chunk = max(128, config.head_chunk_tokens // 2)
+    options[f"head_chunk_tokens={chunk}"] = replace(failed, config=replace(config, head_chunk_tokens=chunk))
+    return {option: failed.needed() - changed.needed() for option, changed in options.items()}
