@@ -17,6 +17,9 @@ REQUEST = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB}
 LEAST_TOKENS = 64
 CUBLAS_WORKSPACE = 32 << 20  # that torch allocates for the stream of the computation
+# Share of the room for activations that a micro-batch may take by the plan: with CUDA's float32 attention a layer needs
+# 1.3 times what `device_bytes` counts, and the allocator does not find all free memory in one piece.
+USABLE = 0.75
 
 
 def explain(
