@@ -59,8 +59,6 @@ class HostPlan:
         """
         if config.expert_parts > 1 and ranks > 1:
             raise ValueError(f"expert_parts={config.expert_parts} works with one GPU, not with {ranks}; set it to 1")
-        if config.speculative_adamw_gb and trainable and ranks > 1:
-            raise ValueError(f"speculative_adamw_gb works with one GPU, not with {ranks}; set it to 0")
         if config.reference_folder is not None and reference and ranks > 1:
             raise ValueError(f"reference_folder works with one GPU, not with {ranks}; set it to null")
         dtypes = arena_dtypes(config, trainable=trainable, reference=reference)

@@ -172,10 +172,11 @@ class GradientPath:
     ) -> None:
         """A wave of a call starts: resident sums are zeroed before the first and sent after the last.
 
-        `on_landing` is called for each unit with the mark behind which its whole gradient is in the host arena.
+        `on_landing` is called for what this rank updates of each unit, with the mark behind which its whole gradient is
+        in the host arena; not at all if any rank sends in several waves.
         """
         self._zeroes, self._sends, self._finished = first or not self._resident, last or not self._resident, []
-        self._on_landing = on_landing if last and not self.pending else None
+        self._on_landing = on_landing if last and not self.pending and self._waves_left == 1 else None
 
     def begin(self, unit: UnitState, part: int = 0) -> Accumulator | None:
         """The accumulator for `unit`, zeroed if it starts a sum; the compute stream waits until it may be used.
@@ -198,7 +199,8 @@ class GradientPath:
             return
         self._finished.append(unit)
         piece = unit.plan.pieces[part]
-        gradient, arena = accumulator.buffer[: piece.trained], self._state.parts[self._position[unit.plan.name]].grad
+        own = self._state.parts[self._position[unit.plan.name]]
+        gradient, arena = accumulator.buffer[: piece.trained], own.grad
         square = self._squares[self._square_of[piece.name]]
         if self._exchange is None:
             self._streams.compute.run(lambda: square.copy_(_sum_of_squares(gradient)))
@@ -215,7 +217,7 @@ class GradientPath:
             self._counters.d2h_bytes += target.nbytes
         accumulator.free = self._streams.grad.record()
         if part == 0 and self._on_landing is not None:
-            self._on_landing(unit, accumulator.free)
+            self._on_landing(own, accumulator.free)
 
     def end_wave(self) -> None:
         """All units of a wave have been finished."""

@@ -82,6 +82,8 @@ class UnitState:
     reference_filled: bool = False
     # Arenas for the results of an update that may be dropped.
     spare: "UnitState | None" = None
+    # The unit of which this is one rank's part, in the same memory.
+    whole: "UnitState | None" = None
     # What is not trained, by name, in its own type; see `BufferPlan`.
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -90,17 +92,22 @@ class UnitState:
         return [arena for arena in (self.weight, self.low, self.exp_avg, self.exp_avg_sq) if arena is not None]
 
     def take_spare(self) -> None:
-        """Let what is in the spare arenas be the unit's state; its old arenas are the spare ones from now on."""
-        for kind in TRAINED:
-            mine, other = getattr(self, kind), getattr(self.spare, kind)
-            setattr(self, kind, other)
-            setattr(self.spare, kind, mine)
+        """Let what is in the spare arenas be the unit's state; its old arenas are the spare ones from now on.
+
+        Of a rank's part: that of the whole unit. Every rank does so.
+        """
+        for unit in (self,) if self.whole is None else (self, self.whole):
+            for kind in TRAINED:
+                mine, other = getattr(unit, kind), getattr(unit.spare, kind)
+                setattr(unit, kind, other)
+                setattr(unit.spare, kind, mine)
 
     def part(self, start: int, end: int) -> "UnitState":
         """Elements [start, end) as a unit of its own, in the same memory."""
         arenas = {name: getattr(self, name) for name in (*TRAINED, "grad", "reference")}
         cut = {name: arena[start:end] for name, arena in arenas.items() if arena is not None}
-        return UnitState(part_of_plan(self.plan, start, end), **cut)
+        spare = None if self.spare is None else self.spare.part(start, end)
+        return UnitState(part_of_plan(self.plan, start, end), **cut, spare=spare, whole=self)
 
     def view(self, arena: Tensor, span: ParameterSpan) -> Tensor:
         """The part of `arena` that belongs to one parameter, in the parameter's shape."""
@@ -204,16 +211,18 @@ class ParameterState:
                 in_file = [unit for unit in plan.units if arena_elements("reference", unit.numel, unit.trained)]
                 where = config.reference_folder, in_file, DTYPES[config.dtype]
                 state.reference_file = ReferenceFile(*where, register=register)
-            arena_bytes = sum(padded(nbytes(unit, kind)) for unit in plan.units for kind in kinds)
+            spared = units_with_spares(plan.unit_sizes, plan.trained_sizes, config) if trainable else []
+            written = {kind: dtype for kind, dtype in kinds.items() if kind in TRAINED}
+            blocks = [(unit, kind) for unit in plan.units for kind in kinds]
+            blocks += [(plan.units[index], kind) for index in spared for kind in written]
+            arena_bytes = sum(padded(nbytes(*block)) for block in blocks)
             group.share_arenas(arena_bytes + padded(sum(_buffer_bytes(plan))))
             state.units = state.parts = [arenas(unit, kinds) for unit in plan.units]
+            for index in spared:
+                state.units[index].spare = arenas(plan.units[index], written, ".spare")
             if group.size > 1:
                 group.gather([], "the memory of all arenas")
                 state.parts = [unit.part(*part_of(unit.plan.trained, group.rank, group.size)) for unit in state.units]
-            spared = units_with_spares(plan.unit_sizes, plan.trained_sizes, config) if trainable else []
-            written = {kind: dtype for kind, dtype in kinds.items() if kind in TRAINED}
-            for index in spared:
-                state.units[index].spare = arenas(plan.units[index], written, ".spare")
             state._allocate_buffers(plan, group, register)
         except BaseException as error:
             group.fail(error)  # a rank that waits for this one names the reason, not only the end of its process

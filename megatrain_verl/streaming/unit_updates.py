@@ -36,7 +36,7 @@ class UnitUpdates:
         self._numbers: dict[str, int] = {}  # unit -> number of its last update, of all units' since the start
         self._started = 0
         self._updated: dict[str, Event] = {}  # unit -> mark behind the host's part of its last update
-        self._speculation = Speculation()
+        self._speculation = Speculation(group)
         for finished in (adamw.finished, streams.finished):
             group.follow(finished)
 

@@ -158,11 +158,6 @@ def test_ranks_of_different_models_refuse_each_other() -> None:
     assert all("ValueError: the ranks have different models or options" in rank.error for rank in ended)
 
 
-def test_updates_ahead_of_the_norm_are_refused() -> None:
-    ended = ranks.run(ranks.train, 2, Task(settings={"speculative_adamw_gb": 1.0}))
-    assert all("speculative_adamw_gb works with one GPU, not with 2" in rank.error for rank in ended)
-
-
 def test_too_little_host_memory_is_refused_by_all_ranks() -> None:
     ended = ranks.run(ranks.train, 2, Task(settings={"host_memory_gb": 1e-3}))
     assert all("ValueError" in rank.error and "GiB are available (host_memory_gb)" in rank.error for rank in ended)
