@@ -38,8 +38,9 @@ BLOCK = 512  # bytes, to which torch's CUDA allocator rounds up
 class Ledger(TorchDispatchMode):
     """Counts the bytes of the meta tensors that operations make while it is active, until nothing refers to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "meta") -> None:
         super().__init__()
+        self._device = device
         self.current = self.peak = 0
         self._known: set[int] = set()
         self._counts = True
@@ -69,7 +70,7 @@ class Ledger(TorchDispatchMode):
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if tensor.device.type != "meta" or id(storage) in self._known:
+        if tensor.device.type != self._device or id(storage) in self._known:
             return
         nbytes = -(-storage.nbytes() // BLOCK) * BLOCK
         self._known.add(id(storage))

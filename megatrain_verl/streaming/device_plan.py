@@ -55,13 +55,15 @@ def device_bytes(
     training: bool = True,
     layer_slots: int = 2,
     resident_gradients: bool = False,
+    image_bytes: int = 0,
+    encoder_bytes: int = 0,
 ) -> dict[str, int]:
     """Bytes on the device by part, without the kept layer inputs (see `input_bytes`); by default in lean mode.
 
     `pass_tokens` go through the layers together, in micro-batches of at most `micro_batch_tokens`. Between two layers
     each micro-batch has its hidden state or its gradient. `recomputed inputs` are those of a segment's other layers
-    when checkpoint_interval is above 1. `workspace` is the larger of one layer's recompute and backward over a
-    micro-batch and one chunk of the head. Images are not counted: neither pixels and features nor the encoder's graph.
+    when checkpoint_interval is above 1. `workspace` is the largest of one layer's recompute and backward over a
+    micro-batch, one chunk of the head, and `encoder_bytes`; `images` are `image_bytes` (both of `ImageSizes`).
     """
     itemsize = DTYPES[config.dtype].itemsize
     layer, experts = _pieces(sizes, config.expert_parts)
@@ -91,9 +93,10 @@ def device_bytes(
     parts["hidden states"] = (pass_tokens + micro_batch_tokens) * row
     if training:
         parts["recomputed inputs"] = (config.checkpoint_interval - 1) * pass_tokens * row
-    parts["workspace"] = max(
-        _layer_workspace(sizes, config, micro_batch_tokens, training), _head_workspace(sizes, config, itemsize)
-    )
+    if image_bytes > 0:
+        parts["images"] = image_bytes
+    decoder = _layer_workspace(sizes, config, micro_batch_tokens, training)
+    parts["workspace"] = max(decoder, _head_workspace(sizes, config, itemsize), encoder_bytes)
     return parts
 
 

@@ -32,6 +32,7 @@ from megatrain_verl.streaming.gradients import GradientPath
 from megatrain_verl.streaming.group.group import ALONE, Group
 from megatrain_verl.streaming.host_adamw import HostAdamW
 from megatrain_verl.streaming.host_store import DTYPES, ParameterState, UnitState
+from megatrain_verl.streaming.image_memory import ImageSizes
 from megatrain_verl.streaming.image_positions import check_images
 from megatrain_verl.streaming.layer_arguments import DecoderSkeleton
 from megatrain_verl.streaming.layer_major import DeviceFunctions, LayerMajorPass, LossFunction
@@ -92,7 +93,8 @@ class StreamingEngine:
         # Compiled dropout would draw other masks than the plain layer does.
         self._compiled = config.compile_layers and not self.plan.has_dropout()
         self._functions = DeviceFunctions(self._compiled, self.plan.structures, config.dtype)
-        self.planner = PassPlanner(self.plan, config, device)
+        images = None if self.plan.vision is None else ImageSizes.of(self.plan.vision)
+        self.planner = PassPlanner(self.plan, config, device, images)
         self._adamw_config, self._keeps_reference, self._reads_reference = optimizer, keep_reference, False
         self.step_count, self._calls = 0, group.rank  # `_calls` since zero_grad, of all ranks: for other dropout masks
         self.router_loss: Tensor | float = 0.0  # of the last forward_backward, () float32; see `router_loss.py`

@@ -11,7 +11,8 @@ from megatrain_verl.resources import GIB
 from megatrain_verl.streaming.batch import MicroBatch
 from megatrain_verl.streaming.device_plan import Sizes, device_bytes, input_bytes
 from megatrain_verl.streaming.host_store import DTYPES
-from megatrain_verl.streaming.pass_plan import PassPlan, PassPlanner
+from megatrain_verl.streaming.image_memory import ImageBytes
+from megatrain_verl.streaming.pass_plan import PassPlan, PassPlanner, wave_sums
 
 REQUEST = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB}
@@ -41,7 +42,9 @@ def explain(
     limit = int(min(free + torch.cuda.memory_reserved(), torch.cuda.get_per_process_memory_fraction() * total))
     wanted = torch.cuda.memory_allocated() + int(float(found[1]) * UNITS[found[2]])
     tokens = [batch.num_tokens for batch in micro_batches]
-    error.add_note(advice(sizes, config, tokens, plan, wanted, limit, planner.saved_bytes_per_token or 0.0))
+    saved = planner.saved_bytes_per_token or 0.0
+    images = planner.image_bytes(micro_batches, training=plan is not None)
+    error.add_note(advice(sizes, config, tokens, plan, wanted, limit, saved, images))
 
 
 def advice(
@@ -52,6 +55,7 @@ def advice(
     wanted: int,
     limit: int,
     saved_bytes_per_token: float = 0.0,
+    images: ImageBytes | None = None,
 ) -> str:
     """The options that lower the need, each with what it saves, as the lines of a note.
 
@@ -61,8 +65,12 @@ def advice(
         wanted: bytes that were allocated and asked for at the failure.
         limit: bytes that the engine can have.
         saved_bytes_per_token: what a kept layer holds.
+        images: what the images of the micro-batches take, if they have any.
     """
-    failed = PassMemory(sizes, config, plan, max(tokens), _largest_wave(tokens, plan), saved_bytes_per_token)
+    waves = PassPlan((len(tokens),)) if plan is None else plan  # a pass that scores has one
+    wave, pixels = max(wave_sums(waves, tokens)), 0 if images is None else max(wave_sums(waves, images.held))
+    per_token = 0.0 if images is None else images.encoder / max(tokens)
+    failed = PassMemory(sizes, config, plan, max(tokens), wave, saved_bytes_per_token, pixels / wave, per_token)
     lines = [f"{wanted / GIB:.2f} GiB of device memory were needed, {limit / GIB:.2f} GiB can be had. What helps:"]
     fitting = _fitting_tokens(failed, wanted, limit)
     if fitting > 0:
@@ -87,12 +95,16 @@ class PassMemory:
     micro_batch: int
     wave: int
     saved_bytes_per_token: float
+    image_bytes_per_token: float = 0.0
+    encoder_bytes_per_token: float = 0.0
 
     def parts(self) -> dict[str, float]:
         """Bytes on the device by part. A smaller micro-batch changes no part that depends on the wave alone."""
         training = self.plan is not None
         plan = self.plan if training else PassPlan(())
         settings = {"layer_slots": plan.layer_slots, "resident_gradients": plan.resident_gradients}
+        settings["image_bytes"] = int(self.image_bytes_per_token * self.wave)
+        settings["encoder_bytes"] = int(self.encoder_bytes_per_token * self.micro_batch)
         parts = device_bytes(self.sizes, self.config, self.micro_batch, self.wave, training=training, **settings)
         row = self.sizes.hidden_size * DTYPES[self.config.dtype].itemsize
         kept = plan.kept_layers if training else 0
@@ -107,13 +119,6 @@ class PassMemory:
     def needed(self) -> float:
         """Bytes on the device, with what cuBLAS takes."""
         return sum(self.parts().values()) + CUBLAS_WORKSPACE
-
-
-def _largest_wave(tokens: list[int], plan: PassPlan | None) -> int:
-    """Tokens of the largest wave; a pass that scores has one."""
-    rest = iter(tokens)
-    waves = [len(tokens)] if plan is None else plan.waves
-    return max(sum(next(rest) for _ in range(count)) for count in waves)
 
 
 def _fitting_tokens(failed: PassMemory, wanted: int, limit: int) -> int:

@@ -20,6 +20,7 @@ from megatrain_verl.resources import GIB
 from megatrain_verl.streaming.batch import MicroBatch, waves
 from megatrain_verl.streaming.device_plan import Rates, Sizes, device_bytes
 from megatrain_verl.streaming.host_store import DTYPES
+from megatrain_verl.streaming.image_memory import ImageBytes, ImageSizes
 
 RESERVE = 0.05  # share of the device that stays free: CUDA's own memory and the allocator's fragments
 CPU_KEPT_LOGITS = 1 << 30  # bytes; where no budget is known
@@ -52,7 +53,7 @@ class PassPlan:
 
     def share(self, number: int, micro_batches: list[MicroBatch]) -> float:
         """The part of the tokens that wave `number` (from 1) has."""
-        tokens = _wave_tokens(self, [batch.num_tokens for batch in micro_batches])
+        tokens = wave_sums(self, [batch.num_tokens for batch in micro_batches])
         return tokens[number - 1] / sum(tokens)
 
 
@@ -63,10 +64,11 @@ class PassPlanner:
         sizes: of the model.
         config: `resident_layers`, `wave_tokens` and `device_activation_gb` limit the choice.
         device: on "cpu" everything is streamed: there memory for more buys nothing.
+        images: of the model's images; None for a text model.
     """
 
-    def __init__(self, sizes: Sizes, config: StreamingConfig, device: str) -> None:
-        self._sizes, self._config, self._device = sizes, config, device
+    def __init__(self, sizes: Sizes, config: StreamingConfig, device: str, images: ImageSizes | None = None) -> None:
+        self._sizes, self._config, self._device, self._images = sizes, config, device, images
         self._count = len(sizes.layer_sizes)
         # Bytes that autograd saves per layer and token, measured in the first backward pass; None keeps no layer.
         self.saved_bytes_per_token: float | None = None
@@ -84,30 +86,40 @@ class PassPlanner:
             plan = PassPlan(forced, keep_logit_gradients=self._may_keep and kept_logits <= CPU_KEPT_LOGITS)
         else:
             available = available_bytes(own_bytes, self._config.gpu_memory_utilization)
+            images = self.image_bytes(micro_batches)
             splits = [forced] if self._config.wave_tokens or not self._may_keep else _even_splits(len(tokens))
-            plans = [plan for split in splits for plan in self._fitting(split, tokens, available)]
+            plans = [plan for split in splits for plan in self._fitting(split, tokens, images, available)]
             plan = min(plans, key=lambda plan: self.seconds(plan, tokens))
         if self._config.device_activation_gb is not None:
             plan = replace(plan, input_bytes=self._config.device_activation_gb * GIB)
         return plan
 
+    def image_bytes(self, micro_batches: list[MicroBatch], *, training: bool = True) -> ImageBytes:
+        """What the images of a pass take."""
+        images = self._images if training or self._images is None else replace(self._images, trained=0)
+        return ImageBytes.of(micro_batches, images, DTYPES[self._config.dtype].itemsize)
+
     @property
     def _may_keep(self) -> bool:
         return self._config.most_resident_layers != 0
 
-    def _fitting(self, split: tuple[int, ...], tokens: list[int], available: float) -> list[PassPlan]:
+    def _fitting(
+        self, split: tuple[int, ...], tokens: list[int], images: ImageBytes, available: float
+    ) -> list[PassPlan]:
         """Plans for one split into waves, each with as many kept layers and slots as there is memory for."""
         if len(split) > 1 and self._may_keep:
-            plan = self._fill(PassPlan(split, resident_gradients=True), tokens, available)
-            if plan.input_bytes >= self._input_bytes(plan, max(_wave_tokens(plan, tokens))):
+            plan = self._fill(PassPlan(split, resident_gradients=True), tokens, images, available)
+            if plan.input_bytes >= self._input_bytes(plan, max(wave_sums(plan, tokens))):
                 return [plan]
         if len(split) == 1 or self._config.wave_tokens:
-            return [self._fill(PassPlan(split), tokens, available)]
+            return [self._fill(PassPlan(split), tokens, images, available)]
         return []
 
-    def _fill(self, plan: PassPlan, tokens: list[int], available: float) -> PassPlan:
-        wave, micro_batch = max(_wave_tokens(plan, tokens)), max(tokens)
-        parts = device_bytes(self._sizes, self._config, micro_batch, wave, resident_gradients=plan.resident_gradients)
+    def _fill(self, plan: PassPlan, tokens: list[int], images: ImageBytes, available: float) -> PassPlan:
+        wave, micro_batch = max(wave_sums(plan, tokens)), max(tokens)
+        pictured = {"image_bytes": max(wave_sums(plan, images.held)), "encoder_bytes": images.encoder}
+        settings = {"resident_gradients": plan.resident_gradients, **pictured}
+        parts = device_bytes(self._sizes, self._config, micro_batch, wave, **settings)
         moving = parts["workspace"] + parts["hidden states"] + parts["recomputed inputs"]
         moving += parts.get("inputs of experts", 0)
         room = available - sum(parts.values()) - 0.25 * moving
@@ -144,7 +156,7 @@ class PassPlanner:
         streamed = 1 - plan.layer_slots / self._count
         itemsize = DTYPES[self._config.dtype].itemsize
         total, first_forward = 0.0, 0.0
-        for number, wave in enumerate(_wave_tokens(plan, tokens)):
+        for number, wave in enumerate(wave_sums(plan, tokens)):
             held = 1.0 if number == 0 else streamed
             forward = max(2 * active * wave / rates.matmul, itemsize * (held * layers + edges) / rates.transfer)
             arithmetic = (4 + 2 * recomputed) * active * wave + (6 if plan.keep_logit_gradients else 8) * head * wave
@@ -183,6 +195,7 @@ def _even_splits(count: int) -> list[tuple[int, ...]]:
         size = -(-size // 2)
 
 
-def _wave_tokens(plan: PassPlan, tokens: list[int]) -> list[int]:
-    rest = iter(tokens)
+def wave_sums(plan: PassPlan, values: list[int]) -> list[int]:
+    """Of each wave, the sum of the `values` of its micro-batches."""
+    rest = iter(values)
     return [sum(next(rest) for _ in range(count)) for count in plan.waves]

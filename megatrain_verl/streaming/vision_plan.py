@@ -44,6 +44,11 @@ class VisionPlan:
         """Encoder and projector."""
         return [self.encoder, self.projector]
 
+    @staticmethod
+    def encoder_of(module: PreTrainedModel) -> nn.Module:
+        """The encoder in a base model with a vision part."""
+        return module.vision_tower if hasattr(module, "vision_tower") else module.visual
+
 
 def has_vision(config: PretrainedConfig) -> bool:
     """Whether a model of `config` takes images."""
@@ -155,6 +160,5 @@ def bind_vision(plan: VisionPlan, buffers: dict[str, Tensor], device: str) -> Pr
             value = buffers[unit.name][span.offset : span.offset + span.numel].view(span.shape)
             setattr(module.get_submodule(path), name, nn.Parameter(value, requires_grad=span.trainable))
     materialise_buffers(module, device)
-    encoder = module.vision_tower if hasattr(module, "vision_tower") else module.visual
-    encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    plan.encoder_of(module).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return module

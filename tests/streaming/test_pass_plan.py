@@ -127,7 +127,7 @@ def choose(monkeypatch, available, rows, **settings):
 @pytest.mark.parametrize("rows", [8, 32, 128])
 def test_the_chosen_plan_fits(monkeypatch, available, rows):
     planner, plan, tokens = choose(monkeypatch, available, rows)
-    wave = max(pass_plan._wave_tokens(plan, tokens))
+    wave = max(pass_plan.wave_sums(plan, tokens))
     parts = device_bytes(Shape, planner._config, max(tokens), wave, layer_slots=plan.layer_slots,
                          resident_gradients=plan.resident_gradients)  # fmt: skip
     used = sum(parts.values()) + plan.kept_layers * wave * planner.saved_bytes_per_token
