@@ -4,14 +4,16 @@ transformers takes these kernels where the package is installed. They are told w
 convolution before them: that of the package causal-conv1d, or flash-linear-attention's own.
 """
 
-import importlib
+import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
+from transformers.utils import import_utils
 
 from megatrain_verl.streaming.attention import RowMask
 
@@ -31,17 +33,39 @@ def takes_boundaries(module: nn.Module) -> bool:
     return module.chunk_gated_delta_rule.__module__.startswith("fla.")
 
 
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inside, transformers does not import flash-linear-attention, whose import takes memory of the GPU.
+
+    For a process that plans a model and does not run it: models imported inside stay without these kernels.
+    """
+    available = import_utils.is_flash_linear_attention_available
+    import_utils.is_flash_linear_attention_available = lambda: False
+    try:
+        yield
+    finally:
+        import_utils.is_flash_linear_attention_available = available
+
+
 def check_kernels(layers: Iterable[nn.Module]) -> None:
     """Refuse kernels whose gradients are wrong on this GPU, before anything is trained with them.
+
+    Looks at what is installed, as transformers does when a process that trains imports the model.
 
     Raises:
         ValueError: see `check_versions`.
     """
-    modules = [module for layer in layers for module in layer.modules() if is_linear_attention(module)]
-    if any(takes_boundaries(module) for module in modules) and torch.cuda.is_available():
+    used = any(is_linear_attention(module) for layer in layers for module in layer.modules())
+    if used and torch.cuda.is_available() and import_utils.is_flash_linear_attention_available():
         if torch.cuda.get_device_capability()[0] == HOPPER:
-            versions = (Version(importlib.import_module(name).__version__) for name in ("fla", "triton"))
+            versions = _installed("fla"), _installed("triton")
             check_versions(*versions, has_tilelang=importlib.util.find_spec("tilelang") is not None)
+
+
+def _installed(package: str) -> Version:
+    """The version of `package`, which is not imported; its distribution may have another name."""
+    names = importlib.metadata.packages_distributions()[package]
+    return Version(importlib.metadata.version(package if package in names else names[0]))
 
 
 def check_versions(fla: Version, triton: Version, *, has_tilelang: bool) -> None:

@@ -55,7 +55,8 @@ def check_inputs(config: DictConfig) -> None:
     llama4_rollout.check(config, model.hf_config, longest_row(config))
     # Refuses what the engine would train wrongly.
     lora = registration.lora_settings(model)
-    plan = plan_model(copy.deepcopy(model.hf_config), engine.get("freeze", ()), lora, engine.get("expert_parts", 1))
+    with linear_attention.without_kernels():  # the driver takes no memory of a GPU
+        plan = plan_model(copy.deepcopy(model.hf_config), engine.get("freeze", ()), lora, engine.get("expert_parts", 1))
     linear_attention.check_kernels(plan.structures)
     with WeightFolder(model.local_path) as folder:
         plan.hub = plan.hub.as_in(weight.header.name for weight in stored_weights(folder))

@@ -4,6 +4,7 @@ flash-linear-attention needs a GPU (see tests/gpu/test_linear_attention_cuda.py)
 its interface.
 """
 
+import importlib
 import sys
 from types import ModuleType
 
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from packaging.version import Version
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.utils import import_utils
 
-from megatrain_verl.streaming.linear_attention import check_kernels, check_versions
+from megatrain_verl.streaming.linear_attention import check_kernels, check_versions, without_kernels
 from megatrain_verl.streaming.model_plan import plan_model
 from tests import oracle
 from tests.families.configs import family_config
@@ -107,19 +109,48 @@ def test_versions_with_wrong_gradients_are_refused(fla, triton, has_tilelang, re
         check_versions(*versions, has_tilelang=has_tilelang)
 
 
-def test_training_with_wrong_gradients_is_refused_on_hopper_gpus_only(monkeypatch):
-    config, modeling = family_config("Qwen3.5-27B"), MODELS["Qwen3.5-27B"]
-    model, plain = oracle.plain_model(config), plan_model(config).structures  # on the functions of transformers
-    for name, version in (("fla", "0.6.0"), ("triton", "3.6.0")):
-        package = ModuleType(name)
-        package.__version__ = version
-        monkeypatch.setitem(sys.modules, name, package)
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """flash-linear-attention 0.6.0 and triton 3.6.0 on a machine with a GPU; importing the former fails."""
+    for name, distribution, version in (("fla", "flash_linear_attention", "0.6.0"), ("triton", "triton", "3.6.0")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('a CUDA context')")
+        metadata = tmp_path / f"{distribution}-{version}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (metadata / "top_level.txt").write_text(f"{name}\n")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(import_utils.PACKAGE_DISTRIBUTION_MAPPING, "fla", ["flash-linear-attention"])
     monkeypatch.setitem(sys.modules, "tilelang", None)
-    monkeypatch.setattr(modeling, "chunk_gated_delta_rule", Kernels(modeling).rule)
+    monkeypatch.setattr(import_utils, "is_torch_cuda_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    check_kernels(plain)
+    import_utils.is_flash_linear_attention_available.cache_clear()
+    yield
+    import_utils.is_flash_linear_attention_available.cache_clear()
+
+
+def test_training_with_wrong_gradients_is_refused_on_hopper_gpus_only(installed, monkeypatch):
+    config = family_config("Qwen3.5-27B")
+    model, layers = oracle.plain_model(config), plan_model(config).structures
+    check_kernels(plan_model(family_config("Qwen2.5-7B")).structures)
     with pytest.raises(ValueError, match="computes wrong gradients on Hopper GPUs"):
         oracle.make_engine(model, config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    check_kernels(plan_model(config).structures)
+    check_kernels(layers)
+    assert "fla" not in sys.modules
+
+
+def test_a_model_can_be_planned_without_importing_the_kernels(installed, monkeypatch):
+    """As a driver does, which is to hold no memory of the GPU."""
+    name = MODELS["Qwen3.5-27B"].__name__
+    parent, _, last = name.rpartition(".")
+    monkeypatch.setattr(sys.modules[parent], last, sys.modules[name])  # put back at the end
+    monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(RuntimeError, match="a CUDA context"):
+        importlib.import_module(name)
+    with without_kernels():
+        again = importlib.import_module(name)
+    assert again.chunk_gated_delta_rule is None and "fla" not in sys.modules
+    assert import_utils.is_flash_linear_attention_available()

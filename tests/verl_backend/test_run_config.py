@@ -14,6 +14,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers import Llama4TextConfig, T5Config
+from transformers.utils import import_utils
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
@@ -352,6 +353,21 @@ def test_kernels_are_checked_in_the_driver(tiny: HFModelConfig, data: Path, monk
     monkeypatch.setattr(linear_attention, "check_kernels", refuse_layers)
     with pytest.raises(ValueError, match="refused: Qwen2DecoderLayer"):
         check(run_config(tiny, data, GROUP))
+
+
+def test_the_driver_plans_without_importing_kernels(
+    tiny: HFModelConfig, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their import takes memory of the GPU (see tests/families/test_linear_attention.py)."""
+    available, plan_model = [], preflight.plan_model
+    monkeypatch.setattr(import_utils, "is_flash_linear_attention_available", lambda: True)
+    monkeypatch.setattr(
+        preflight,
+        "plan_model",
+        lambda *args: available.append(import_utils.is_flash_linear_attention_available()) or plan_model(*args),
+    )
+    check(run_config(tiny, data, GROUP))
+    assert available == [False]
 
 
 def refuse_layers(layers: list[nn.Module]) -> None:
