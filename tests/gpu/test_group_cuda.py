@@ -9,7 +9,7 @@ from megatrain_verl.streaming.group.cuda_driver import CudaDriverError
 from megatrain_verl.streaming.group.exchange import GradientExchange
 from megatrain_verl.streaming.group.group import ALONE, HostGroup
 from megatrain_verl.streaming.streams import CudaQueue
-from tests.group import ranks
+from tests.group import ranks, test_speculation
 from tests.group.ranks import Task
 from tests.group.test_exchange import check_sums, gradients
 
@@ -65,6 +65,22 @@ def test_two_devices_equal_one(device_adamw: bool | None) -> None:
     for rank in ended:
         for name, value in rank.result["weights"][2].items():
             assert np.allclose(value, alone["weights"][2][name], rtol=1e-5, atol=1e-5), name
+
+
+def test_updates_ahead_of_the_norm_change_nothing() -> None:
+    """What rank 1 is too slow to update ahead it goes on with when rank 0 has."""
+    settings = {"optimizer_backend": "native"}
+    ahead, control = (
+        ranks.run(test_speculation.train, 2, settings | more, None, [0, 0.2], [2, 1], "cuda")
+        for more in (test_speculation.AHEAD, {})
+    )
+    assert [rank.error for rank in (*ahead, *control)] == [None] * 4
+    taken = [f"layers.{index}" for index in reversed(range(test_speculation.LAYERS))]
+    for mine, other in zip(ahead, control, strict=True):
+        assert mine.result["taken"] == [["head", *taken]] * test_speculation.STEPS
+        assert np.allclose(mine.result["norms"], other.result["norms"], rtol=1e-5)
+        for name, value in mine.result["weights"].items():
+            assert np.allclose(value, other.result["weights"][name], rtol=1e-5, atol=1e-5), name
 
 
 @pytest.mark.parametrize(("what", "message"), [("killed", "its process has ended"), ("asleep", "it stands still for")])

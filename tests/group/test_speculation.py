@@ -19,14 +19,19 @@ WAVES = {"wave_tokens": 12}  # the first rank's row of each step is one wave, th
 
 
 def train(
-    group: Group, settings: dict[str, object], clip: float | None, seconds: list[float], rows_of: list[int]
+    group: Group,
+    settings: dict[str, object],
+    clip: float | None,
+    seconds: list[float],
+    rows_of: list[int],
+    device: str = "cpu",
 ) -> dict[str, object]:
     """Steps in which rank r updates no unit ahead in less than `seconds[r]`, and has `rows_of[r]` rows."""
     config = oracle.tiny_config("qwen2", layers=LAYERS)
     streaming = StreamingConfig(
         **{"dtype": "float32", "optimizer_backend": "torch", "cpu_threads": 1, "head_chunk_tokens": 7} | settings
     )
-    made = StreamingEngine(config, streaming, AdamWConfig(lr=LR, clip_grad=clip), device="cpu", group=group)
+    made = StreamingEngine(config, streaming, AdamWConfig(lr=LR, clip_grad=clip), device=device, group=group)
     made.load_weights(oracle.plain_model(config).state_dict().items())
     update, begun, taken = made._updates._adamw.update, [], []
 
