@@ -15,8 +15,14 @@ OPTION = "attn_temperature_tuning"
 ON_ABOVE = 32_768
 
 
-def check(config: DictConfig, hf_config: PretrainedConfig, longest_row: int) -> None:
+def check(config: DictConfig, hf_config: PretrainedConfig, folder: str, longest_row: int) -> None:
     """Refuse rows of a whole verl run that are long enough to be computed differently.
+
+    Args:
+        config: of the run.
+        hf_config: of its model.
+        folder: the model's, on this host: where verl has copied it to, if MODEL_PATH is elsewhere.
+        longest_row: in tokens.
 
     Raises:
         ValueError: names the file and what to write into it.
@@ -24,7 +30,7 @@ def check(config: DictConfig, hf_config: PretrainedConfig, longest_row: int) -> 
     rollout, text = config.actor_rollout_ref.rollout, hf_config.get_text_config()
     if text.model_type != "llama4_text" or rollout.name != "vllm" or longest_row < text.floor_scale:
         return
-    file = Path(config.actor_rollout_ref.model.path) / "generation_config.json"
+    file = Path(folder) / "generation_config.json"
     written = json.loads(file.read_text()) if file.is_file() else {}
     limit = rollout.max_model_len or text.max_position_embeddings
     trained, generated = bool(text.attn_temperature_tuning), bool(written.get(OPTION, limit > ON_ABOVE))

@@ -52,7 +52,7 @@ def check_inputs(config: DictConfig) -> None:
     device = get_device_name()
     check_available(engine.get("attn_implementation", "auto"), engine.get("dtype", "bfloat16"), device)
     _check_length(config, model.hf_config)
-    llama4_rollout.check(config, model.hf_config, longest_row(config))
+    llama4_rollout.check(config, model.hf_config, model.local_path, longest_row(config))
     # Refuses what the engine would train wrongly.
     lora = registration.lora_settings(model)
     with linear_attention.without_kernels():  # the driver takes no memory of a GPU

@@ -9,6 +9,7 @@ import logging
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.utils.fs import copy_to_local
 
 from megatrain_verl.streaming.weight_folder import read_config
 
@@ -23,7 +24,7 @@ def adapt(config: DictConfig) -> None:
     A rollout that is asked for as quantised (`rollout.quantization`) stays so: verl then quantises what it receives.
     """
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    folder = Path(model.path)
+    folder = Path(copy_to_local(model.path, use_shm=model.get("use_shm", False)))  # as verl's model config does
     if not folder.is_dir() or read_config(folder).get(FIELD) is None:
         return
     with open_dict(config):

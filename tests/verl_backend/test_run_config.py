@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers import Llama4TextConfig, T5Config
 from transformers.utils import import_utils
+from verl.utils import hdfs_io
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
@@ -143,6 +146,18 @@ def test_other_strategies_are_not_touched(tiny: HFModelConfig, data: Path) -> No
 
 
 @pytest.fixture
+def hdfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
+    """Gives a folder the URL from which verl copies it, to a folder of its own in `copies`."""
+    command, copies = tmp_path / "hdfs", tmp_path / "copies"
+    command.write_text('#!/bin/sh\ncp -r "/${3#hdfs://}" "$4"\n')  # hdfs dfs -get URL FOLDER
+    command.chmod(0o755)
+    copies.mkdir()
+    monkeypatch.setattr(hdfs_io, "_HDFS_BIN_PATH", str(command))
+    monkeypatch.setattr(tempfile, "tempdir", str(copies))
+    return lambda folder: f"hdfs:/{folder}"
+
+
+@pytest.fixture
 def quantised(tiny: HFModelConfig, tmp_path: Path) -> str:
     """The option that makes MODEL_PATH a folder whose config.json names FP8 weights."""
     folder = shutil.copytree(tiny.path, tmp_path / "model")
@@ -168,8 +183,11 @@ def test_rollout_of_a_quantised_folder_is_not_quantised(
     assert build_cli_args_from_config(engine_kwargs["vllm"]) == ["--seed", "7", *overrides]
 
 
-def test_driver_adapts_the_rollout_of_a_quantised_folder(tiny: HFModelConfig, data: Path, quantised: str) -> None:
-    config = run_config(tiny, data, STOCK, quantised)
+def test_driver_adapts_the_rollout_of_a_quantised_folder_that_verl_copies(
+    tiny: HFModelConfig, data: Path, quantised: str, hdfs: Callable[[Path], str]
+) -> None:
+    option, _, folder = quantised.partition("=")
+    config = run_config(tiny, data, STOCK, f"{option}={hdfs(Path(folder))}")
     check(config)
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.quantization_config is None
 
@@ -337,15 +355,18 @@ def test_llama_4_that_vllm_would_run_otherwise_is_refused(tiny: HFModelConfig, d
         text = Llama4TextConfig(floor_scale=floor_scale, attn_temperature_tuning=trained)
         file.write_text(json.dumps({} if written is None else {"attn_temperature_tuning": written}))
         with nullcontext() if refused is None else pytest.raises(ValueError, match=refused):
-            llama4_rollout.check(config, text, preflight.longest_row(config))
+            llama4_rollout.check(config, text, str(tmp_path), preflight.longest_row(config))
 
 
-def test_llama_4_is_checked_in_the_driver(tiny: HFModelConfig, data: Path, tmp_path: Path) -> None:
+def test_llama_4_is_checked_in_the_driver_where_verl_has_copied_it_to(
+    tiny: HFModelConfig, data: Path, tmp_path: Path, hdfs: Callable[[Path], str]
+) -> None:
     architecture = ["Llama4ForCausalLM"]
-    Llama4TextConfig(architectures=architecture, hidden_size=64, floor_scale=64).save_pretrained(tmp_path)
-    tiny.tokenizer.save_pretrained(tmp_path)
-    options = (f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.max_model_len=128")
-    with pytest.raises(ValueError, match="attn_temperature_tuning is True in training"):
+    Llama4TextConfig(architectures=architecture, hidden_size=64, floor_scale=64).save_pretrained(tmp_path / "model")
+    tiny.tokenizer.save_pretrained(tmp_path / "model")
+    path = hdfs(tmp_path / "model")
+    options = (f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.rollout.max_model_len=128")
+    with pytest.raises(ValueError, match=f"attn_temperature_tuning is True in training.*{tmp_path}/copies"):
         check(run_config(tiny, data, GROUP, *options, "actor_rollout_ref.rollout.name=vllm"))
 
 
