@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from megatrain_verl.sft import dataset, option_rules
 from megatrain_verl.streaming.attention import check_available
-from megatrain_verl.verl_backend import registration
+from megatrain_verl.verl_backend import loggers, registration
 
 
 def prepare(config: DictConfig, device: str) -> None:
@@ -112,15 +112,7 @@ def check_model(config: DictConfig, hf_config: PretrainedConfig) -> None:
 
 def metrics_path(config: DictConfig) -> Path:
     """Where verl's `file` logger writes."""
-    default = os.path.join(config.trainer.default_local_dir, "metrics.jsonl")
-    return Path(os.environ.setdefault("VERL_FILE_LOGGER_PATH", os.path.abspath(default)))
-
-
-def use_output_folder(config: DictConfig) -> None:
-    """Let verl's `tensorboard` and `wandb` loggers write below the output folder, unless the environment says where."""
-    folder = os.path.abspath(config.trainer.default_local_dir)
-    os.environ.setdefault("TENSORBOARD_DIR", os.path.join(folder, "tensorboard"))
-    os.environ.setdefault("WANDB_DIR", folder)
+    return loggers.metrics_path(Path(config.trainer.default_local_dir) / "metrics.jsonl")
 
 
 def _check_wandb() -> None:

@@ -29,7 +29,7 @@ from megatrain_verl.sft import (
 from megatrain_verl.sft.dataset import ChatDataset
 from megatrain_verl.sft.run_state import RunState
 from megatrain_verl.sft.samples import Sample, SampleWriter
-from megatrain_verl.verl_backend import ranks
+from megatrain_verl.verl_backend import loggers, ranks
 from megatrain_verl.verl_backend.checkpoint import ADAPTER, HUGGINGFACE
 from megatrain_verl.verl_backend.processors import image_processor
 from verl_patches import sft_reports
@@ -319,7 +319,7 @@ def run(config: DictConfig) -> None:
         RuntimeError: one of several processes failed; names it.
     """
     options.prepare(config, process.device())
-    options.use_output_folder(config)
+    loggers.use_output_folder(config.trainer.default_local_dir)
     arguments = config, stopping.resume_command(config, sys.orig_argv, os.environ)
     with output_folder.claimed(Path(config.trainer.default_local_dir)):
         if devices := options.devices(config):

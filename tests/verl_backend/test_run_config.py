@@ -1,12 +1,14 @@
 """Whole verl configurations: composed by Hydra as the three commands do it, and checked in the driver."""
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -19,10 +21,12 @@ from transformers import Llama4TextConfig, T5Config
 from transformers.utils import import_utils
 from verl.utils import hdfs_io
 from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.tracking import Tracking
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
 
 import megatrain_verl.verl_backend.conf
+from megatrain_verl import main_ppo as command
 from megatrain_verl.streaming import linear_attention
 from megatrain_verl.verl_backend import llama4_rollout, preflight, quantised_rollout
 from megatrain_verl.verl_backend.config import MegaTrainActorConfig, MegaTrainEngineConfig
@@ -190,6 +194,32 @@ def test_driver_adapts_the_rollout_of_a_quantised_folder_that_verl_copies(
     config = run_config(tiny, data, STOCK, f"{option}={hdfs(Path(folder))}")
     check(config)
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.quantization_config is None
+
+
+def test_loggers_of_this_packages_command_write_to_the_output_folder(
+    tiny: HFModelConfig, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's file logger would make a folder `megatrain_verl`, as the project is called, in the working directory."""
+    variables = ("VERL_FILE_LOGGER_PATH", "TENSORBOARD_DIR", "WANDB_DIR")
+    for variable in variables:
+        monkeypatch.setenv(variable, "as before")  # at the end
+        monkeypatch.delenv(variable)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_DIR", "/elsewhere")
+    logged = []
+
+    def log(config: DictConfig) -> None:
+        tracking = Tracking("megatrain_verl", "run", list(config.trainer.logger))
+        tracking.log({"loss": 1.0}, step=1)
+        logged.extend(os.environ[variable] for variable in variables)
+
+    monkeypatch.setattr(command.main_ppo, "main", SimpleNamespace(__wrapped__=log))
+    loggers = "trainer.logger=[console,file,tensorboard]"
+    command.main.__wrapped__(run_config(tiny, data, GROUP, loggers, "trainer.default_local_dir=outputs/run"))
+    (metrics,) = (tmp_path / "outputs" / "run").glob("metrics-*.jsonl")
+    assert json.loads(metrics.read_text()) == {"step": 1, "data": {"loss": 1.0}}
+    assert logged == [str(metrics), str(tmp_path / "outputs" / "run" / "tensorboard"), "/elsewhere"]
+    assert os.listdir(tmp_path) == ["outputs"] and os.listdir(logged[1])
 
 
 # ------------------------------------------------------------------------------------------- refused in the driver
