@@ -4,8 +4,8 @@
 
 Arithmetic and copies are those of one rank's share of the rows. The ranks share the host's memory: in the forward pass
 all of them read the weights while AdamW moves 26 bytes per parameter; in the backward pass they read the weights again
-and write the gradients, once in all. AdamW is hidden behind the forward pass only. `read once` is not built: each GPU
-would read 1/N of the weights from the host and get the rest from the other GPUs.
+and write the gradients, once in all. AdamW is hidden behind the forward pass only. `read once`: each GPU
+reads 1/N of the weights from the host and gets the rest from the other GPUs.
 """
 
 import argparse

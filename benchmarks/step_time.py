@@ -3,7 +3,8 @@
     python benchmarks/step_time.py --model qwen2.5-7b --rows 32 --seq-len 1024 --peers fsdp2,zero3 --json FILE
     python benchmarks/step_time.py --model qwen2.5-7b --rows 64 --seq-len 1024 --devices 0,1
 
-The second one measures the engine on the first device, then on all of them with the same rows.
+The second one measures the engine on the first device, then on all of them with the same rows; with `--reads full,once`
+on all of them twice: every one reads all weights from the host, and each weight is read once and sent on.
 
 Random weights and tokens, the same for every system: forward, backward, clipping and AdamW, two steps to warm up and
 three measured ones. Each system runs in a process of its own; one that fails becomes a row with its error. The column
@@ -19,6 +20,7 @@ import torch
 from ceilings import Ceilings
 from processes import ANY_DEVICE, run_system
 from report import finish, table
+from system import READS
 from workload import Workload
 
 from megatrain_verl.model_sizes import ModelSizes
@@ -52,6 +54,7 @@ def parse() -> argparse.Namespace:
         default=[ANY_DEVICE],
         help="as in CUDA_VISIBLE_DEVICES: the engine on the first, then on all together (on CPU, as many processes)",
     )
+    parser.add_argument("--reads", type=_reads, default=["measured"], help=f"of several devices: {', '.join(READS)}")
     parser.add_argument("--only-group", action="store_true", help="with several devices, leave the first alone out")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path, help="timeline of one step of the engine, for ui.perfetto.dev, and a PNG")
@@ -64,35 +67,38 @@ def main() -> None:
     fields = {field.name for field in dataclasses.fields(Workload)}
     workload = Workload(**{name: value for name, value in vars(arguments).items() if name in fields})
     sizes = ModelSizes.of(workload.config)
-    measured = _run("ceilings", workload, arguments, arguments.devices[:1])
+    measured = _run("ceilings", workload, arguments, arguments.devices[:1], "full")
     if "error" in measured:
         raise SystemExit(f"the ceilings of this machine could not be measured: {measured['error']}")
     ceilings = Ceilings(**measured)
     print(ceilings, flush=True)
     rows = []
-    systems = [("megatrain", devices) for devices in _device_sets(arguments)]
-    for system, devices in systems + [(peer, arguments.devices[:1]) for peer in arguments.peers]:
-        measured = _run(system, workload, arguments, devices)
+    own = _own_systems(arguments)
+    for name, devices, reads in own + [(peer, arguments.devices[:1], "full") for peer in arguments.peers]:
+        measured = _run(name.partition(" ")[0], workload, arguments, devices, reads)
         row = measured if "error" in measured else finish(measured, workload, sizes, ceilings)
-        rows.append({"system": system if len(devices) == 1 else f"{system} x {len(devices)}"} | row)
+        rows.append({"system": name} | row)
         print(table(rows[-1:]), flush=True)
     print(table(rows))
-    if len(systems) > 1 and not any("error" in row for row in rows[:2]):
-        print(f"{len(arguments.devices)} devices are {rows[0]['step_s'] / rows[1]['step_s']:.3f} times as fast as one")
+    for row in rows[1 : len(own)] if own and len(own[0][1]) == 1 else []:
+        if "error" not in rows[0] | row:
+            print(f"{row['system']}: {rows[0]['step_s'] / row['step_s']:.3f} times as fast as one device")
     if arguments.json:
         report = {"workload": dataclasses.asdict(workload), "ceilings": ceilings.as_dict(), "rows": rows}
         arguments.json.write_text(json.dumps(report, indent=1))
 
 
-def _device_sets(arguments: argparse.Namespace) -> list[list[str]]:
-    """The devices of each row of this project's engine."""
-    if arguments.only_peers:
-        return []
-    several = [] if arguments.only_group or len(arguments.devices) == 1 else [arguments.devices[:1]]
-    return [*several, arguments.devices]
+def _own_systems(arguments: argparse.Namespace) -> list[tuple[str, list[str], str]]:
+    """Name, devices and way of reading of each row of this project's engine."""
+    devices, count = arguments.devices, len(arguments.devices)
+    alone = [("megatrain", devices[:1], "full")] if count == 1 or not arguments.only_group else []
+    several = [(f"megatrain x {count}, reads {reads}", devices, reads) for reads in arguments.reads if count > 1]
+    return [] if arguments.only_peers else alone + several
 
 
-def _run(system: str, workload: Workload, arguments: argparse.Namespace, devices: list[str]) -> dict[str, object]:
+def _run(
+    system: str, workload: Workload, arguments: argparse.Namespace, devices: list[str], reads: str
+) -> dict[str, object]:
     own = system == "megatrain"
     micro_batch, options = arguments.micro_batch, dict(arguments.engine)
     if own and micro_batch is None:
@@ -106,9 +112,17 @@ def _run(system: str, workload: Workload, arguments: argparse.Namespace, devices
         "options": options,
         "trace": str(arguments.trace.absolute()) if own and arguments.trace and len(devices) == 1 else None,
         "devices": devices,
+        "reads": reads,
     }
     limit = None if arguments.host_memory_gb is None else arguments.host_memory_gb * 2**30
     return run_system(spec, arguments.timeout, limit)
+
+
+def _reads(text: str) -> list[str]:
+    ways = text.split(",")
+    if unknown := set(ways) - READS.keys():
+        raise argparse.ArgumentTypeError(f"unknown way {', '.join(unknown)}; there are {', '.join(READS)}")
+    return ways
 
 
 def _peers(text: str) -> list[str]:

@@ -82,7 +82,7 @@ class StreamingSystem:
             "h2d_bytes": sent // self._workload.steps,
             "d2h_bytes": received // self._workload.steps,
             "adamw_backend": self.engine.adamw_backend,
-            "settings": f"{self._config}",
+            "settings": f"{self._config}, weights are read {self.engine.agreement.choice.how}",
         }
 
     def _host_bytes(self, before: HostMemory) -> int:

@@ -11,7 +11,10 @@ import torch
 from peer_loop import HostMemory, largest_micro_batch, measure_peer
 from workload import Workload
 
+from megatrain_verl.streaming.group import read_choice
 from megatrain_verl.streaming.group.group import ALONE, HostGroup
+
+READS = {"measured": None, "full": False, "once": True}  # how ranks read weights
 
 
 def run(spec: dict) -> dict[str, object]:
@@ -27,6 +30,7 @@ def run(spec: dict) -> dict[str, object]:
     if spec["system"] == "megatrain":
         from streaming_system import StreamingSystem
 
+        read_choice.TOGETHER = READS[spec["reads"]]
         ranks = len(spec["devices"])
         group = HostGroup(spec["group"], spec["rank"], ranks) if ranks > 1 else ALONE
         system = StreamingSystem(workload, spec["micro_batch"], spec["options"], group)

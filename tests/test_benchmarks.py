@@ -19,7 +19,7 @@ CEILINGS = Ceilings(50e9, 50e9, 40e9, 800e12, 700e12, {"native": 5e9})
 
 def _spec(system: str, workload: Workload = TINY) -> dict:
     fields = {"system": system, "workload": dataclasses.asdict(workload), "micro_batch": 2, "options": {}}
-    return fields | {"trace": None, "devices": [ANY_DEVICE]}
+    return fields | {"trace": None, "devices": [ANY_DEVICE], "reads": "measured"}
 
 
 def _sizes(layers: int, edge: int) -> ModelSizes:

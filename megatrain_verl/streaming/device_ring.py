@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from megatrain_verl.streaming import unpacked_rows
 from megatrain_verl.streaming.adapters import enable_adapters
+from megatrain_verl.streaming.group.shared_reads import SharedReads
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.model_units import Range, UnitPlan
 from megatrain_verl.streaming.streams import Event, Streams
@@ -53,7 +54,10 @@ class Slot:
 
 
 class DeviceRing:
-    """The slots of one engine. For each visit of a unit: `load` ahead of time, `use`, compute, `done`."""
+    """The slots of one engine. For each visit of a unit: `load` ahead of time, `use`, compute, `done`.
+
+    `reads`: how this rank reads with others; None where it reads for itself.
+    """
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class DeviceRing:
         compact: bool = False,
     ) -> None:
         self._streams, self._counters, self._has_adapters = streams, counters, plan.lora is not None
+        self.reads: SharedReads | None = None
         largest = max(unit.pieces[0].numel for unit in plan.layers)
         experts = [part for unit in plan.layers for part in unit.parts[1:]]
         expert_slots = 2 if experts else 0
@@ -134,6 +139,10 @@ class DeviceRing:
         """Where the weights of `unit` go."""
         return self._slots[unit.name]
 
+    def held(self) -> list[str | None]:
+        """For each slot, whose weights are in it or on their way there."""
+        return [slot.unit for slot in self._all_slots]
+
     def holds(self, unit: UnitPlan) -> bool:
         """Whether the weights of `unit` are in their slot or on their way there."""
         return self.slot(unit).unit == unit.name
@@ -151,10 +160,18 @@ class DeviceRing:
                 self._streams.weight.wait(each.free, f"{each.name} free")
         for each in slot.overlapping:
             each.unit = None
-        self._streams.weight.run(partial(_copy, slot.buffer, source, ranges))
-        self._counters.h2d_bytes += source.itemsize * sum(each.numel for each in ranges)
-        slot.ready = self._streams.weight.record()
+        slot.ready = self._read(unit.name, slot.buffer, source, ranges)
         slot.unit = unit.name
+
+    def _read(self, name: str, buffer: Tensor, source: Tensor, ranges: list[Range]) -> Event:
+        numel = sum(each.numel for each in ranges)
+        if self.reads is None:
+            self._streams.weight.run(partial(_copy, buffer, source, ranges))
+            self._counters.h2d_bytes += source.itemsize * numel
+            return self._streams.weight.record()
+        # Of a unit that crosses whole: several ranks stream no experts apart.
+        self._counters.h2d_bytes += source.itemsize * self.reads.elements(numel)
+        return self.reads.read(name, buffer[:numel], source)
 
     def use(self, unit: UnitPlan) -> None:
         """Let the compute stream wait until the weights of `unit` have arrived."""

@@ -30,6 +30,7 @@ from megatrain_verl.streaming.device_batch import to_device
 from megatrain_verl.streaming.device_ring import DeviceRing, TransferCounters, return_memory
 from megatrain_verl.streaming.gradients import GradientPath
 from megatrain_verl.streaming.group.group import ALONE, Group
+from megatrain_verl.streaming.group.pass_agreement import PassAgreement
 from megatrain_verl.streaming.host_adamw import HostAdamW
 from megatrain_verl.streaming.host_store import DTYPES, ParameterState, UnitState
 from megatrain_verl.streaming.image_memory import ImageSizes
@@ -104,6 +105,7 @@ class StreamingEngine:
             self._updates = UnitUpdates(optimizer, adamw, share, self.streams, group)
             self._gradients = GradientPath(self.plan, self.state, self.streams, self.counters, config, group, device)
             self._spill_area = SpillArea(partial(check_spill, config, self.host_plan), register=device == "cuda")
+            self.agreement = PassAgreement(group, config, self.streams, self.state, device)
         self.closed = False
 
     # ------------------------------------------------------------------------------------------------- a step
@@ -178,6 +180,7 @@ class StreamingEngine:
     ) -> LayerMajorPass:
         self.acquire_device(layer_slots)
         self._ring.train(training, adapters=not self._reads_reference)
+        self._ring.reads = self.agreement.reads if training else None
         parts = (self._skeleton, self.plan.masks, self.plan.vision)
         settings = (*parts, DTYPES[self.config.dtype], self.config.attn_implementation)
         return LayerMajorPass(
@@ -196,11 +199,11 @@ class StreamingEngine:
         )
 
     def _plan_pass(self, micro_batches: list[MicroBatch]) -> PassPlan:
-        plan = self.planner.plan(micro_batches, self._device_bytes())
-        if self._ring is None or len(self._ring.layer_slots) == plan.layer_slots:
-            return plan
-        self.release_device()
-        return self.planner.plan(micro_batches, 0)  # by what is free now, whoever else keeps what the slots had
+        plan, fits = self.agreement.plan(self.planner, micro_batches, self._ring, self._device_bytes())
+        if not fits:
+            self.release_device()
+            plan, _ = self.agreement.plan(self.planner, micro_batches, None, 0)  # by what is free, whoever has slots
+        return plan
 
     def _load(self, unit: UnitState, part: int = 0) -> None:
         """Start the transfer of a unit's weights, which waits for that unit's AdamW, and for no other's."""
@@ -366,7 +369,7 @@ class StreamingEngine:
             rest.callback(self.group.close)
             rest.callback(self.state.close)
             if self._adamw_config is not None:
-                for part in (self._spill_area, self._updates, self._gradients):
+                for part in (self._spill_area, self._updates, self._gradients, self.agreement):
                     rest.callback(part.close)
             rest.callback(self.streams.close)
             self.release_device()

@@ -103,6 +103,17 @@ class PassPlanner:
     def _may_keep(self) -> bool:
         return self._config.most_resident_layers != 0
 
+    def lowered(self, plan: PassPlan, micro_batches: list[MicroBatch], layer_slots: int, kept_layers: int) -> PassPlan:
+        """`plan` with fewer slots or kept layers. What is free then holds layer inputs, if it may."""
+        fewer = replace(plan, layer_slots=layer_slots, kept_layers=kept_layers)
+        if fewer == plan or self._config.device_activation_gb is not None:
+            return fewer
+        wave = max(wave_sums(plan, [batch.num_tokens for batch in micro_batches]))
+        slot = max(self._sizes.layer_sizes) * DTYPES[self._config.dtype].itemsize
+        free = (plan.layer_slots - layer_slots) * slot
+        free += (plan.kept_layers - kept_layers) * (self.saved_bytes_per_token or 0.0) * wave
+        return replace(fewer, input_bytes=plan.input_bytes + free)
+
     def _fitting(
         self, split: tuple[int, ...], tokens: list[int], images: ImageBytes, available: float
     ) -> list[PassPlan]:

@@ -59,7 +59,7 @@ class SimulatedQueue:
 
 
 class SimulatedStreams(Streams):
-    """All queues of an engine, run in a random allowed order.
+    """All queues of an engine that is alone, run in a random allowed order.
 
     Args:
         seed: of the order.

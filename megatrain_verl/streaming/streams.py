@@ -4,6 +4,7 @@ Queues behind one interface. `run` puts work into a queue, `record` marks a poin
 wait for a mark of another one; nothing in a step waits for the whole device.
 
     weight     host arena -> device slot
+    peers      parts of weights between devices, where several ranks read a unit together
     compute    layers, head, gradient accumulation
     grad       gradient accumulator -> host arena
     adder      gradient slab -> added to the host arena
@@ -11,7 +12,7 @@ wait for a mark of another one; nothing in a step waits for the whole device.
     reader     reference file -> host buffer
     lanes      AdamW on the device, a chunk at a time: in, update, out
 
-On CUDA the first three and the lanes are streams and the others threads. On CPU they run inline. `simulated_streams.py`
+On CUDA the first four and the lanes are streams and the others threads. On CPU they run inline. `simulated_streams.py`
 has the third kind, which runs the recorded work in random allowed orders to find missing waits.
 """
 
@@ -28,7 +29,7 @@ from typing import Protocol
 import torch
 
 logger = logging.getLogger(__name__)
-QUEUES = ("weight", "compute", "grad", "adder", "optimizer", "reader")
+QUEUES = ("weight", "compute", "grad", "adder", "optimizer", "reader")  # of a rank that is alone
 LANES = 3
 
 
@@ -62,6 +63,7 @@ class Streams:
     """All queues. `host_wait` is the only way in which the engine's main thread waits for one of them."""
 
     weight: WorkQueue
+    peers: WorkQueue
     compute: WorkQueue
     grad: WorkQueue
     adder: WorkQueue
@@ -255,7 +257,8 @@ class DeviceStreams(Streams):
         self._wait = wait or super().host_wait
         self.waited: defaultdict[str, float] = defaultdict(float)
         make = _cuda_queue if device == "cuda" else lambda name: InlineQueue()
-        self.weight, self.compute, self.grad = (make(name) for name in ("weight", "compute", "grad"))
+        names = ("weight", "peers", "compute", "grad")
+        self.weight, self.peers, self.compute, self.grad = (make(name) for name in names)
         self.lanes = [make(f"lane {index}") for index in range(LANES)]
         self.adder = ThreadQueue("gradient adder")
         self.optimizer = ThreadQueue("host optimizer")
@@ -267,12 +270,12 @@ class DeviceStreams(Streams):
         self.waited[reason] += time.perf_counter() - start
 
     def finished(self) -> int:
-        queues = (self.weight, self.compute, self.grad, self.adder, self.optimizer, self.reader, *self.lanes)
-        return sum(each.finished() for each in queues)
+        on_device = (self.weight, self.peers, self.compute, self.grad, *self.lanes)
+        return sum(each.finished() for each in (*on_device, self.adder, self.optimizer, self.reader))
 
     def abandon(self) -> None:
         with ExitStack() as waits:  # for all of them, whatever one raises
-            for queue_of_pass in (self.reader, self.adder, self.grad, self.compute, self.weight):
+            for queue_of_pass in (self.reader, self.adder, self.grad, self.compute, self.peers, self.weight):
                 waits.callback(lambda each=queue_of_pass: each.record().synchronize())
 
     def close(self) -> None:

@@ -183,7 +183,8 @@ def train(group: Group, task: Task, steps: int = STEPS) -> dict[str, object]:
     shared = None if group.arenas is None else group.arenas.nbytes
     planned = made.host_plan.bytes_by_kind
     made.close()
-    return {"results": results, "weights": kept, "shared": shared, "planned": planned}
+    read = made.counters.h2d_bytes
+    return {"results": results, "weights": kept, "shared": shared, "planned": planned, "read": read}
 
 
 def train_until(group: Group, task: Task, what: str, victim: int) -> None:
@@ -213,6 +214,7 @@ def train_until(group: Group, task: Task, what: str, victim: int) -> None:
 # Where a rank can be made to end badly: an object, and its method that does so.
 PLACES: dict[str, Callable[[StreamingEngine], tuple[object, str]]] = {
     "forward": lambda made: (made._functions, "layer"),
+    "reading": lambda made: (made.agreement.choice.reads._mailboxes, "put"),
     "exchange": lambda made: (made._gradients._exchange._mailboxes, "put"),
     "AdamW": lambda made: (made._updates._adamw._kernel._kernel, "update"),
 }

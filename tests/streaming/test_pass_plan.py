@@ -136,6 +136,17 @@ def test_the_chosen_plan_fits(monkeypatch, available, rows):
     assert used <= available
 
 
+def test_what_fewer_slots_and_kept_layers_leave_free_holds_layer_inputs(monkeypatch):
+    planner, plan, tokens = choose(monkeypatch, 70 * GB, 32)
+    assert plan.layer_slots > 2 and plan.kept_layers > 1
+    batches = [oracle.pack([torch.zeros(1024, dtype=torch.long)] * 8)] * 4
+    fewer = planner.lowered(plan, batches, plan.layer_slots - 1, plan.kept_layers - 2)
+    assert (fewer.layer_slots, fewer.kept_layers) == (plan.layer_slots - 1, plan.kept_layers - 2)
+    wave = max(pass_plan.wave_sums(plan, tokens))
+    freed = 2 * 233_057_792 + 2 * wave * planner.saved_bytes_per_token
+    assert fewer.input_bytes == pytest.approx(plan.input_bytes + freed)
+
+
 def test_the_whole_device_runs_in_waves_without_recomputation_and_lean_mode_keeps_nothing(monkeypatch):
     planner, plan, tokens = choose(monkeypatch, 141 * GB, 128)
     assert plan.kept_layers == 28 and plan.resident_gradients and len(plan.waves) > 1

@@ -11,6 +11,8 @@ from enum import IntEnum
 
 import numpy as np
 
+from megatrain_verl.streaming.group import cuda_driver
+
 LINE = 8  # int64 per cache line
 VALUES = 64  # float64 that a rank may give at once
 MESSAGE = 1024  # bytes
@@ -29,6 +31,10 @@ class Counter(IntEnum):
     LEFT = 6  # 1 when it has closed the group
     FAILED_AT = 7  # time in ns at which it found a failure; 0: none
     PID = 8
+    READ = 9  # rounds of shared reads whose parts of the weights it has put into the others' mailboxes
+
+
+OF_DEVICE = (Counter.SENT, Counter.READ)  # streams of the devices write them and wait for them
 
 
 class ControlPage:
@@ -42,6 +48,7 @@ class ControlPage:
             os.ftruncate(fd, self.nbytes)
         page = np.frombuffer(mmap.mmap(fd, self.nbytes), dtype=np.uint8)
         self.address: int = page.ctypes.data
+        self._on_device: int | None = None
         self._counters = page[: 8 * counters].view(np.int64).reshape(len(Counter), size, LINE)[..., 0]
         self._values = page[8 * counters :][: 8 * values].view(np.float64).reshape(2, size, VALUES)
         self._messages = page[8 * (counters + values) :][: size * MESSAGE].reshape(size, MESSAGE)
@@ -65,6 +72,18 @@ class ControlPage:
     def address_of(self, counter: Counter, rank: int) -> int:
         """Where the count lies in this process."""
         return self.address + 8 * LINE * (int(counter) * self._counters.shape[1] + rank)
+
+    def address_on_device(self, counter: Counter, rank: int) -> int:
+        """Where the count lies for the CUDA device of this process; page-locks the page at the first call."""
+        if self._on_device is None:
+            self._on_device = cuda_driver.map_host(self.address, self.nbytes)
+        return self._on_device + self.address_of(counter, rank) - self.address
+
+    def close(self) -> None:
+        """Unlock the page, if it is page-locked. No stream waits any more."""
+        if self._on_device is not None:
+            cuda_driver.unmap_host(self.address)
+        self._on_device = None
 
     def put_values(self, round_number: int, values: list[float]) -> None:
         """This rank's values of a round; they stay until the round after the next."""
@@ -90,5 +109,6 @@ class ControlPage:
         return self._messages[min(found)[1]].tobytes().rstrip(b"\0").decode(errors="replace")
 
     def release_device_waits(self) -> None:
-        """Let everything pass that waits for a count of the exchange: nobody will count on."""
-        self._counters[Counter.SENT] = RELEASED
+        """Let every stream pass that waits for a count: nobody will count on."""
+        for counter in OF_DEVICE:
+            self._counters[counter] = RELEASED

@@ -116,12 +116,12 @@ def unmap_host(address: int) -> None:
 
 
 class DeviceArray:
-    """Float32 memory that `allocate` gave, for `torch.as_tensor`."""
+    """Memory that `allocate` gave, for `torch.as_tensor`: `nbytes` of uint8."""
 
-    def __init__(self, address: int, numel: int) -> None:
+    def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (numel,),
-            "typestr": "<f4",
+            "shape": (nbytes,),
+            "typestr": "|u1",
             "data": (address, False),
             "version": 2,
         }

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatrain_verl.streaming.group import cuda_driver
 from megatrain_verl.streaming.group.control import Counter
+from megatrain_verl.streaming.group.counts import make_counts
 from megatrain_verl.streaming.group.group import HostGroup, part_of
 from megatrain_verl.streaming.group.mailboxes import SLOTS, chunk_elements, make_mailboxes
-from megatrain_verl.streaming.streams import CudaQueue, WorkQueue
+from megatrain_verl.streaming.streams import WorkQueue
 
 
 class GradientExchange:
@@ -29,9 +29,9 @@ class GradientExchange:
 
     def __init__(self, group: HostGroup, queue: WorkQueue, device: str) -> None:
         self._group, self._queue = group, queue
-        self._chunk = chunk_elements(group.size)
+        self._chunk = chunk_elements(group.size, torch.float32)
         self._mailboxes = make_mailboxes(group, device)
-        self._counts = DeviceCounts(group, queue) if isinstance(queue, CudaQueue) else HostCounts(group, queue)
+        self._counts = make_counts(group, Counter.SENT, queue, "the others' gradients")
         self._rounds = 0
 
     def reduce(self, gradient: Tensor) -> Tensor:
@@ -45,7 +45,6 @@ class GradientExchange:
 
     def close(self) -> None:
         """Release the mailboxes. No rank may be in a round."""
-        self._counts.close()
         self._mailboxes.close()
 
     def _round(self, chunks: list[Tensor], slot: int) -> None:
@@ -70,40 +69,3 @@ class GradientExchange:
             own.add_(before)
         for sender in range(rank + 1, self._group.size):
             own.add_(received(sender))
-
-
-class HostCounts:
-    """Counts of sent rounds that the host writes and waits for, where work runs inline."""
-
-    def __init__(self, group: HostGroup, queue: WorkQueue) -> None:
-        self._group, self._queue = group, queue
-
-    def write_and_wait(self, sent: int) -> None:
-        """After the work so far this rank has sent so many rounds; what follows waits until every rank has."""
-        self._queue.run(partial(self._group.control.set, Counter.SENT, sent))
-        self._queue.run(partial(self._group.wait_counts, Counter.SENT, sent, "the others' gradients"))
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-class DeviceCounts:
-    """Counts of sent rounds that a CUDA stream writes and waits for, in the group's page."""
-
-    def __init__(self, group: HostGroup, queue: CudaQueue) -> None:
-        self._rank, self._stream = group.rank, queue.stream
-        page = group.control
-        self._page = page.address
-        mapped = cuda_driver.map_host(page.address, page.nbytes)
-        self._addresses = [mapped + page.address_of(Counter.SENT, rank) - page.address for rank in range(group.size)]
-
-    def write_and_wait(self, sent: int) -> None:
-        """After the work so far this rank has sent so many rounds; what follows waits until every rank has."""
-        cuda_driver.write_count(self._stream, self._addresses[self._rank], sent)
-        for rank, address in enumerate(self._addresses):
-            if rank != self._rank:
-                cuda_driver.wait_count(self._stream, address, sent)
-
-    def close(self) -> None:
-        """Unlock the page."""
-        cuda_driver.unmap_host(self._page)

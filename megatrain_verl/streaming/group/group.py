@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
-from megatrain_verl.streaming.group.control import ControlPage, Counter
+from megatrain_verl.streaming.group.control import OF_DEVICE, ControlPage, Counter
 from megatrain_verl.streaming.group.liveness import Liveness
 from megatrain_verl.streaming.host_memory import SharedFile
 from megatrain_verl.streaming.streams import Event
@@ -134,9 +134,9 @@ class HostGroup(Group):
         self.arenas = SharedFile(self._files[1], nbytes, self.rank, self.size)
         self.gather([], "the arenas' memory")
 
-    def shared_mailboxes(self, nbytes: int) -> SharedFile:
-        """Memory of the host for the mailboxes of all ranks. Every rank calls it."""
-        return SharedFile(self._files[2], nbytes, self.rank, self.size)
+    def shared_mailboxes(self, kind: str, nbytes: int) -> SharedFile:
+        """Memory of the host for the mailboxes of all ranks; `kind` is one of `FILES`. Every rank calls it, once."""
+        return SharedFile(self._files[FILES.index(kind)], nbytes, self.rank, self.size)
 
     # -------------------------------------------------------------------------------------------------- waits
 
@@ -233,6 +233,7 @@ class HostGroup(Group):
     def close(self) -> None:
         """Leave. The others may go on as long as they wait for nothing of this rank."""
         self._liveness.close()
+        self.control.close()
         for file in self._files:
             os.close(file)
 
@@ -241,8 +242,8 @@ class HostGroup(Group):
         return [rank for rank in self._others if counts[rank] < least]
 
     def _behind(self) -> list[int]:
-        sent = self.control.of_all(Counter.SENT)
-        return [rank for rank in self._others if sent[rank] < sent[self.rank]]
+        counts = [self.control.of_all(counter) for counter in OF_DEVICE]
+        return [rank for rank in self._others if any(count[rank] < count[self.rank] for count in counts)]
 
     def _judge(self, late: list[int], waited: float, purpose: str, sign: Counter) -> None:
         for rank in late:
@@ -256,14 +257,14 @@ class HostGroup(Group):
         self.check()
 
 
-Meeting = tuple[list[int], dict[int, socket.socket]]  # files of control page, arenas and mailboxes; sockets by rank
+FILES = ("control", "arenas", "gradient mailboxes", "weight mailboxes")
+Meeting = tuple[list[int], dict[int, socket.socket]]  # the files; sockets by rank
 
 
 def _invite(address: str, rank: int, size: int, deadline: float) -> Meeting:
     """What rank 0 does: make the files, and give them to every other rank."""
-    kinds = ("control", "arenas", "mailboxes")
     # Names that /proc/PID/maps shows; they need not be unique.
-    files = [os.memfd_create(f"{address[1:200]} {kind}", os.MFD_CLOEXEC) for kind in kinds]
+    files = [os.memfd_create(f"{address[1:200]} {kind}", os.MFD_CLOEXEC) for kind in FILES]
     sockets: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -309,10 +310,10 @@ def _accept_invitation(address: str, rank: int, size: int, deadline: float) -> M
     connection.sendall(HELLO.pack(rank, size))
     connection.settimeout(max(0.01, deadline - time.monotonic()))
     try:
-        _, files, _, _ = socket.recv_fds(connection, 1, 3)
+        _, files, _, _ = socket.recv_fds(connection, 1, len(FILES))
     except TimeoutError as error:
         raise RankFailed(f"not all of {size} ranks have come in time") from error
-    if len(files) != 3:
+    if len(files) != len(FILES):
         raise RankFailed("rank 0 ended while the ranks met")
     return files, {0: connection}
 

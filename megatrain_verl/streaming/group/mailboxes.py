@@ -1,7 +1,7 @@
-"""Memory of each rank into which the other ranks put parts of their gradients: float32, (slots, sender, elements).
+"""Memory of each rank into which the other ranks put parts of gradients or of weights: (slots, sender, elements).
 
 On a device, if each can write into the other's memory (NVLink, or PCIe peer access): `DeviceMailboxes`. Else in shared
-memory of the host: `HostMailboxes`.
+memory of the host: `HostMailboxes`. Gradients (float32) and weights have mailboxes of their own.
 """
 
 import logging
@@ -16,13 +16,13 @@ from megatrain_verl.streaming.host_memory import HostBuffer, padded
 
 logger = logging.getLogger(__name__)
 SLOTS = 2  # one is filled while the other is read
-MAILBOX_BYTES = 64 << 20  # of one rank
+MAILBOX_BYTES = 64 << 20  # of one rank, for gradients; for weights as many
 CHECKED = 1 << 18  # elements
 
 
-def chunk_elements(size: int) -> int:
+def chunk_elements(size: int, dtype: torch.dtype) -> int:
     """Elements of one part, for `size` ranks."""
-    return MAILBOX_BYTES // (4 * SLOTS * size) // 128 * 128
+    return MAILBOX_BYTES // (dtype.itemsize * SLOTS * size) // 128 * 128
 
 
 class Mailboxes(Protocol):
@@ -39,19 +39,19 @@ class Mailboxes(Protocol):
 
 
 class HostMailboxes:
-    """In shared memory of the host, page-locked for a CUDA device."""
+    """In shared memory of the host, page-locked for a CUDA device. `kind` is one of the group's `FILES`."""
 
-    def __init__(self, group: HostGroup, device: str) -> None:
+    def __init__(self, group: HostGroup, device: str, dtype: torch.dtype, kind: str) -> None:
         self._rank, self._device = group.rank, device
-        shape = (SLOTS, group.size, chunk_elements(group.size))
-        nbytes = 4 * shape[0] * shape[1] * shape[2]
-        file = group.shared_mailboxes(group.size * padded(nbytes))
+        shape = (SLOTS, group.size, chunk_elements(group.size, dtype))
+        nbytes = dtype.itemsize * shape[0] * shape[1] * shape[2]
+        file = group.shared_mailboxes(kind, group.size * padded(nbytes))
         self._buffers = [
             HostBuffer(nbytes, f"mailbox of rank {rank}", register=device == "cuda", shared=file)
             for rank in range(group.size)
         ]
         file.close()
-        self._boxes = [buffer.view(torch.float32).view(shape) for buffer in self._buffers]
+        self._boxes = [buffer.view(dtype).view(shape) for buffer in self._buffers]
 
     def put(self, receiver: int, slot: int, part: Tensor) -> None:
         self._boxes[receiver][slot, self._rank, : part.numel()].copy_(part, non_blocking=True)
@@ -72,8 +72,8 @@ class DeviceMailboxes:
         CudaDriverError: the devices cannot write into each other's memory; in every rank.
     """
 
-    def __init__(self, group: HostGroup) -> None:
-        self._group, self._chunk = group, chunk_elements(group.size)
+    def __init__(self, group: HostGroup, dtype: torch.dtype) -> None:
+        self._group, self._dtype, self._chunk = group, dtype, chunk_elements(group.size, dtype)
         self._address, self._handle = 0, b""
         self._box: Tensor | None = None
         self._peers: dict[int, int] = {}  # rank -> address of its mailbox
@@ -89,7 +89,8 @@ class DeviceMailboxes:
             raise cuda_driver.CudaDriverError(problem or "another rank has no access")
 
     def put(self, receiver: int, slot: int, part: Tensor) -> None:
-        target = self._peers[receiver] + 4 * (slot * self._group.size + self._group.rank) * self._chunk
+        place = (slot * self._group.size + self._group.rank) * self._chunk
+        target = self._peers[receiver] + self._dtype.itemsize * place
         cuda_driver.copy(target, part.data_ptr(), part.nbytes, torch.cuda.current_stream())
 
     def get(self, sender: int, slot: int, numel: int) -> Tensor:
@@ -111,10 +112,10 @@ class DeviceMailboxes:
             self._address = 0
 
     def _allocate(self) -> None:
-        numel = SLOTS * self._group.size * self._chunk
-        self._address = cuda_driver.allocate(4 * numel)
-        box = torch.as_tensor(cuda_driver.DeviceArray(self._address, numel), device="cuda")
-        self._box = box.view(SLOTS, self._group.size, self._chunk).zero_()
+        nbytes = SLOTS * self._group.size * self._chunk * self._dtype.itemsize
+        self._address = cuda_driver.allocate(nbytes)
+        box = torch.as_tensor(cuda_driver.DeviceArray(self._address, nbytes), device="cuda").zero_()
+        self._box = box.view(self._dtype).view(SLOTS, self._group.size, self._chunk)
         self._handle = cuda_driver.share(self._address)
         torch.cuda.current_stream().synchronize()
 
@@ -127,23 +128,26 @@ class DeviceMailboxes:
         try:
             for rank in others if problem is None else []:
                 self._peers[rank] = cuda_driver.open_shared(bytes(int(byte) for byte in handles[rank]))
-                self.put(rank, 0, torch.arange(CHECKED, device="cuda", dtype=torch.float32) + group.rank)
+                self.put(rank, 0, self._pattern(group.rank))
             torch.cuda.current_stream().synchronize()
         except cuda_driver.CudaDriverError as error:
             problem = str(error)
         group.gather([], "copies between the devices")
         for rank in self._peers if problem is None else []:
-            expected = torch.arange(CHECKED, device="cuda", dtype=torch.float32) + rank
-            if not torch.equal(self.get(rank, 0, CHECKED), expected):
+            if not torch.equal(self.get(rank, 0, CHECKED), self._pattern(rank)):
                 problem = f"a copy from the device of rank {rank} to that of rank {group.rank} lost data"
         return problem
 
+    def _pattern(self, rank: int) -> Tensor:
+        """Whole numbers that every type has, (`CHECKED`,); no two neighbours and no two ranks have the same."""
+        return (torch.arange(CHECKED, device="cuda") * 7 + rank).remainder(251).to(self._dtype)
+
 
 def make_mailboxes(group: HostGroup, device: str) -> Mailboxes:
-    """On the devices where that is possible, else in host memory. Every rank calls it."""
+    """For gradients: on the devices where that is possible, else in host memory. Every rank calls it."""
     if device == "cuda":
         try:
-            return DeviceMailboxes(group)
+            return DeviceMailboxes(group, torch.float32)
         except cuda_driver.CudaDriverError as error:
             logger.warning("gradients are exchanged through host memory: %s", error)
-    return HostMailboxes(group, device)
+    return HostMailboxes(group, device, torch.float32, "gradient mailboxes")
