@@ -4,11 +4,27 @@ import platform
 import re
 import subprocess
 import sys
+from collections import Counter
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
 PACKAGES = ("torch", "transformers", "verl", "ray")
+SKIPPED = re.compile(r"SKIPPED \[(\d+)\] \S+: (.*)")  # how many tests, where, and why
+
+
+def fold_skipped(lines: list[str]) -> list[str]:
+    """One line per reason, in place of the first, for the skipped tests of all files; the other lines as they are."""
+    matches = [SKIPPED.match(line) for line in lines]
+    counts, folded = Counter[str](), []
+    for skipped in filter(None, matches):
+        counts[skipped[2]] += int(skipped[1])
+    for line, skipped in zip(lines, matches, strict=True):
+        if skipped is None:
+            folded.append(line)
+        elif count := counts.pop(skipped[2], 0):
+            folded.append(f"SKIPPED [{count}] {skipped[2]}")
+    return folded
 
 
 def summary(log: str) -> str | None:
@@ -27,7 +43,7 @@ def summary(log: str) -> str | None:
             "",
             f"`bash tests/run.sh --full` of {commit} on {date.today()}, Python {python}, {versions}:",
             "",
-            *(f"    {line}".rstrip() for line in lines[starts[0] :]),
+            *(f"    {line}".rstrip() for line in fold_skipped(lines[starts[0] :])),
             "",
         ]
     )
