@@ -7,6 +7,7 @@ killed vLLM worker leaves its queues). Exit status: the command's, 124 after the
 """
 
 import ctypes
+import os
 import re
 import signal
 import subprocess
@@ -52,15 +53,18 @@ def end_descendants(grace_seconds: float = GRACE_SECONDS) -> int:
 
 
 def segments_of(processes: list[psutil.Process]) -> set[Path]:
-    """The files in /dev/shm that `processes` have mapped."""
-    found = set()
+    """The files in /dev/shm that `processes` have mapped, found by inode: glibc maps a named semaphore under a
+    temporary name, which it removes.
+    """
+    inodes = set()
     for process in processes:
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
             continue  # it has ended, or belongs to another user
-        found |= {Path(path) for path in re.findall(rf"\s({SHARED_MEMORY}/\S+)$", maps, re.MULTILINE)}
-    return found
+        inodes |= set(map(int, re.findall(rf"\s(\d+)\s+{SHARED_MEMORY}/", maps)))
+    with os.scandir(SHARED_MEMORY) as files:
+        return {Path(file) for file in files if file.inode() in inodes}
 
 
 def run(command: list[str], limit_seconds: float) -> int:

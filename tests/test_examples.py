@@ -242,21 +242,26 @@ def test_a_bounded_run_that_is_ended_ends_what_it_started():
     assert not psutil.pid_exists(stray)
 
 
-SEGMENT = (
-    "import os, time, mmap; name = {name!r}; file = open(name, 'wb+'); file.truncate(4096); "
-    "shared = mmap.mmap(file.fileno(), 4096); time.sleep(4); os.kill(os.getpid(), 9)"
-)
+SEGMENTS = """
+import _multiprocessing, mmap, os, time
+file = open("/dev/shm/{name}", "wb+")
+file.truncate(4096)
+shared = mmap.mmap(file.fileno(), 4096)
+semaphore = _multiprocessing.SemLock(1, 1, 1, "/{name}", False)  # no resource tracker removes it
+time.sleep(4)
+os.kill(os.getpid(), 9)
+"""
 
 
 def test_a_bounded_run_removes_the_shared_memory_of_killed_processes_only():
-    name = f"/dev/shm/megatrain_test_{os.getpid()}"
-    others = Path(f"{name}_others")
+    name = f"megatrain_test_{os.getpid()}"
+    shared, semaphore, others = (Path("/dev/shm", file) for file in (name, f"sem.{name}", f"{name}_others"))
     others.write_bytes(b"x")
     try:
-        command = [sys.executable, "-c", SEGMENT.format(name=name)]
+        command = [sys.executable, "-c", SEGMENTS.format(name=name)]
         result = subprocess.run([sys.executable, ROOT / "examples/bounded_run.py", "60", *command], timeout=60)
-        assert result.returncode != 0
-        assert not Path(name).exists() and others.exists()
+        assert result.returncode == -signal.SIGKILL % 256
+        assert not shared.exists() and not semaphore.exists() and others.exists()
     finally:
-        for path in (Path(name), others):
+        for path in (shared, semaphore, others):
             path.unlink(missing_ok=True)

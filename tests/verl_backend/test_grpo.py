@@ -14,6 +14,7 @@ import pandas
 import psutil
 import pytest
 import torch
+from bounded_run import SHARED_MEMORY, segments_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -222,7 +223,7 @@ def endless(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subp
     """A run of 500 steps as the scripts start it, with the options of its parameter, and the mark of its processes;
     nothing of it may stay behind.
     """
-    mark, segments = str(uuid.uuid4()), set(os.listdir("/dev/shm"))
+    mark, segments = str(uuid.uuid4()), set(SHARED_MEMORY.iterdir())
     for name in ("until_500.jsonl", "transfer"):
         (folder / name).unlink(missing_ok=True)
     options = [f"{ACTOR}.megatrain.dtype=float32", "trainer.save_freq=-1", "trainer.resume_mode=disable"]
@@ -236,11 +237,18 @@ def endless(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subp
     try:
         yield run, mark
         assert not _marked(mark)
-        left = set(os.listdir("/dev/shm")) - segments  # those of other tests go by themselves
-        _wait_for(lambda: not left & set(os.listdir("/dev/shm")), seconds=60)
+        end = time.monotonic() + 60
+        while left := _unused(set(SHARED_MEMORY.iterdir()) - segments):
+            assert time.monotonic() < end, f"left behind: {left}"
+            time.sleep(1)
     finally:
         for process in [run, *_marked(mark)]:
             process.kill()
+
+
+def _unused(segments: set[Path]) -> set[Path]:
+    """Those that no process uses; the others belong to tests in other processes, and go with them."""
+    return segments - segments_of(list(psutil.process_iter()))
 
 
 def _kill(mark: str, name: str, count: int = 1) -> int:
