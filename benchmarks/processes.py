@@ -88,10 +88,11 @@ def _merge(ranks: list[dict[str, object]]) -> dict[str, object]:
 
 
 def _environment(devices: list[str], rank: int) -> dict[str, str]:
-    """The package's folder on the path, and OpenMP on all cores: torchrun and Ray would set one thread."""
+    """The package's folder on the path, OpenMP on all cores (torchrun and Ray would set one thread), and a connection
+    for each CUDA stream, as the package sets it in workers (see `process_env.py`)."""
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(devices))))
-    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads}
+    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     if devices[rank] != ANY_DEVICE:
         own["CUDA_VISIBLE_DEVICES"] = devices[rank]
     return {**os.environ, **own}
