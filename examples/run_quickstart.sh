@@ -10,6 +10,7 @@ set -euo pipefail
 if [ -n "${QUICKSTART_OUTPUT:-}" ]; then QUICKSTART_OUTPUT=$(realpath --canonicalize-missing "$QUICKSTART_OUTPUT"); fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [ "${1:-}" = --help ]; then sed -n '2,/^set/s/^# //p' examples/run_quickstart.sh; exit; fi
 TINY=()
 if [ "${1:-}" = --tiny ]; then TINY=(--tiny); shift; fi
 

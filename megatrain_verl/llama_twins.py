@@ -191,6 +191,9 @@ def _check_unit_rows(matrix: Tensor) -> None:
 
 if __name__ == "__main__":
     commands = {"to_llama": (to_llama, 2), "to_hub": (to_hub, 3)}
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(__doc__)
+        sys.exit()
     if len(sys.argv) < 2 or sys.argv[1] not in commands or len(sys.argv) - 2 != commands[sys.argv[1]][1]:
         sys.exit(__doc__)
     commands[sys.argv[1]][0](*sys.argv[2:])

@@ -236,9 +236,9 @@ def command_line() -> argparse.ArgumentParser:
     """The options, whose values `report` takes."""
     parser = argparse.ArgumentParser(prog="python -m megatrain_verl.resources", description=__doc__)
     parser.add_argument("--model", required=True, help="folder, config.json or hub name")
-    parser.add_argument("--gpu-memory", type=_size, default=parse_size("80GB"))
+    parser.add_argument("--gpu-memory", type=_size, default=parse_size("80GB"), help="default: 80GB")
     parser.add_argument("--host-memory", type=_size, help="default: only say what is needed")
-    parser.add_argument("--seq-len", type=_tokens, default=2048, help="tokens of the longest sequence")
+    parser.add_argument("--seq-len", type=_tokens, default=2048, help="tokens of the longest sequence (2048)")
     parser.add_argument("--micro-batch-tokens", type=_tokens, help="default: what fits")
     parser.add_argument("--tokens-per-step", type=_tokens, help="default: enough to hide the transfers")
     parser.add_argument("--rollout", choices=("vllm", "none"), default="none", help="what shares the GPU")
@@ -246,10 +246,10 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--reference-folder", help="the reference policy in a file there, not in host memory")
     parser.add_argument("--lora-rank", type=int, default=0, help="train LoRA adapters of this rank only")
     parser.add_argument("--lora-target-modules", default="all-linear", help="or names, separated by commas")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--checkpoint-interval", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights on the GPU: bfloat16 (default) or float32")
+    parser.add_argument("--checkpoint-interval", type=int, default=1, help="layers from one kept input to the next")
     parser.add_argument("--expert-parts", type=int, default=1, help="parts in which experts are streamed")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
     return parser
 
 

@@ -89,7 +89,7 @@ DATASETS = Rule(
 )
 
 RULES = {
-    "model.path": Rule("the folder or hub name of a model", TEXT.accepts),
+    "model.path": Rule("the folder of a model", TEXT.accepts),
     "data.dataset": DATASETS.or_null(),
     "data.val_dataset": DATASETS.or_null(),
     "data.mix_strategy": one_of(*mixture.STRATEGIES),

@@ -13,6 +13,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 from verl.trainer import sft_trainer
 from verl.utils.distributed import destroy_global_process_group
+from verl.utils.fs import is_non_local
 
 from megatrain_verl.sft import (
     launch,
@@ -57,14 +58,17 @@ class SFTTrainer(sft_trainer.SFTTrainer):
     # ------------------------------------------------------------------------------------------------- building
 
     def _build_config(self) -> None:
+        path = self.config.model.path
+        if not (is_non_local(path) or self.config.model.use_shm or Path(path).is_dir()):  # else verl copies the folder
+            raise ValueError(
+                f"model.path={path} is no folder of a model; of a model of the hub give the local folder, after "
+                f"`hf download NAME --local-dir FOLDER`"
+            )
         try:
             super()._build_config()
         except InstantiationException as error:
-            if isinstance(error.__cause__, OSError):  # transformers' for a folder without a model, or an unknown name
-                raise ValueError(
-                    f"model.path={self.config.model.path} is no folder of a model, and no model of the hub that can be "
-                    f"loaded: {error.__cause__}"
-                ) from error
+            if isinstance(error.__cause__, OSError | ValueError):  # transformers' for a folder without a model
+                raise ValueError(f"model.path={path} cannot be loaded: {error.__cause__}") from error
             raise
         options.check_model(self.config, self.model_config.hf_config)
         self.model_config.processor = image_processor(self.model_config)

@@ -208,10 +208,13 @@ def test_bad_data_ends_the_run_before_the_model_is_loaded(folder: Path, tmp_path
 
 def test_a_model_that_is_not_there_is_named(folder: Path, tmp_path: Path, server: RunServer) -> None:
     run = server.train(copy_inputs(folder, tmp_path), "model.path=modle")
-    assert run.status == 1 and "ValueError: model.path=modle is no folder of a model" in run.printed
+    assert run.status == 1 and "ValueError: model.path=modle is no folder of a model; of a model of the" in run.printed
+    (tmp_path / "model" / "config.json").unlink()
+    run = server.train(tmp_path)
+    assert run.status == 1 and "ValueError: model.path=model cannot be loaded: " in run.printed
     run = server.train_with(tmp_path, [option for option in OPTIONS if not option.startswith("model.path")])
     assert run.status == 1
-    assert "ValueError: model.path must be the folder or hub name of a model, got None" in run.printed
+    assert "ValueError: model.path must be the folder of a model, got None" in run.printed
 
 
 def test_schedule_longer_than_the_run_ends_it_before_the_model_is_loaded(
