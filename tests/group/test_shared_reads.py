@@ -79,7 +79,7 @@ class OwnPlanner(PassPlanner):
 
 
 def train_with_plans(group: Group, plans: list[PassPlan]) -> tuple[list[int], list[int], list[tuple[float, float]]]:
-    """Layer slots and bytes read in each step, and the results; between the steps only the first rank scores a row."""
+    """Layer slots and bytes read in each step, and the results; before each step only the first rank scores a row."""
     if group.size > 1:
         read_together(group.size)
     made = ranks.engine(Task(family="llama"), group)
@@ -87,24 +87,24 @@ def train_with_plans(group: Group, plans: list[PassPlan]) -> tuple[list[int], li
     made.planner.own = plans[group.rank]
     slots, read, results = [], [], []
     for step in range(3):
+        if group.rank == 0:
+            made.forward([oracle.pack(oracle.random_rows([5]))])
         before = made.counters.h2d_bytes
         results.append(ranks.train_step(made, step, 1, [[0, 1, 2], [3, 4, 5]][group.rank]))
         read.append(made.counters.h2d_bytes - before)
         slots.append(len(made._ring.layer_slots))
-        if group.rank == 0:
-            made.forward([oracle.pack(oracle.random_rows([5]))])
     made.close()
     return slots, read, results
 
 
 def test_ranks_agree_on_the_fewest_slots_and_kept_layers() -> None:
-    common = PassPlan((3,), layer_slots=2, kept_layers=1)
+    common = PassPlan((3,), layer_slots=3, kept_layers=1)
     expected = ranks.run(train_with_plans, 2, [common, common])
-    plans = [PassPlan((3,), layer_slots=3, kept_layers=1), PassPlan((3,), layer_slots=2, kept_layers=2)]
+    plans = [PassPlan((3,), layer_slots=4, kept_layers=1), PassPlan((3,), layer_slots=3, kept_layers=2)]
     ended = ranks.run(train_with_plans, 2, plans)
     assert [rank.error for rank in ended] == [None, None]
     assert [rank.result for rank in ended] == [rank.result for rank in expected]
-    assert ended[0].result[0] == [2, 2, 2]
+    assert ended[0].result[0] == [3, 3, 3]
 
 
 def train_behind_slow_updates(group: HostGroup, task: Task, delay: float) -> list[tuple[float, float]]:
