@@ -18,9 +18,9 @@ REQUEST = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB}
 LEAST_TOKENS = 64
 CUBLAS_WORKSPACE = 32 << 20  # that torch allocates for the stream of the computation
-# Share of the room for activations that a micro-batch may take by the plan: with CUDA's float32 attention a layer needs
-# 1.3 times what `device_bytes` counts, and the allocator does not find all free memory in one piece.
-USABLE = 0.75
+# Of the tokens that fit by the count so many are advised: the allocator could not use the last quarter of 1 GiB, in
+# pieces, and CUDA's float32 attention makes a layer take 1.3 times the count (tests/gpu/test_out_of_memory.py).
+USABLE, USABLE_FLOAT32 = 0.75, 0.58
 
 
 def explain(
@@ -134,7 +134,9 @@ def _fitting_tokens(failed: PassMemory, wanted: int, limit: int) -> int:
     # What failed has failed: fragments of free memory can make it fail with room left.
     candidates = range(LEAST_TOKENS, tokens - tokens // 8 + 1, 64)
     fitting = bisect_right(candidates, limit, key=needed)
-    return candidates[fitting - 1] if fitting else 0
+    usable = USABLE_FLOAT32 if failed.config.dtype == "float32" else USABLE
+    advised = int(usable * candidates[fitting - 1]) // 64 * 64 if fitting else 0
+    return advised if advised >= LEAST_TOKENS else 0
 
 
 def _savings(failed: PassMemory, tokens: int) -> dict[str, float]:

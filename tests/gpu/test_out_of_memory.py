@@ -48,7 +48,7 @@ def test_a_micro_batch_that_does_not_fit_is_named_with_one_that_does(little_memo
     hit.release_device()
     found = re.search(r"at most about (\d+) tokens per micro-batch instead of 65536", note)
     assert found and torch.cuda.memory_allocated() < 64 * MIB and hit.step_count == 0
-    size = int(found[1]) * 3 // 4 // ROW  # "about"
+    size = int(found[1]) // ROW
     assert size >= 2
     for engine in (hit, control):
         engine.forward_backward(oracle.split_micro_batches(rows[:size], size), loss)
