@@ -159,7 +159,7 @@ class StreamingEngine:
                 run = self._start(wave, first=first, training=True, layer_slots=plan.layer_slots)
                 self._gradients.acquire_device(self.device, plan.resident_gradients, self._compact)
                 last = number == len(plan.waves)
-                self._gradients.begin_wave(first=number == 1, last=last, on_landing=self._updates.ahead)
+                self._gradients.begin_wave(self._updates, first=number == 1, last=last)
                 reserve, interval = self._spill_area.reserve, self.config.checkpoint_interval
                 inputs = ActivationStore.of_pass(self.streams, self.plan, self.config, plan, wave, self.device, reserve)
                 how = {"entropy": entropy, "sum_pi_squared": sum_pi_squared, "share": share}

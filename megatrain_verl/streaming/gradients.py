@@ -10,7 +10,6 @@ In a group of several ranks a unit's gradient is first summed over them, and eac
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,6 +26,7 @@ from megatrain_verl.streaming.host_store import ParameterState, UnitState
 from megatrain_verl.streaming.model_plan import ModelPlan
 from megatrain_verl.streaming.model_units import UnitPlan
 from megatrain_verl.streaming.streams import Event, Streams
+from megatrain_verl.streaming.unit_updates import UnitUpdates
 
 STAGING_ELEMENTS = 32 << 20  # converted and sent at a time: converting is 20 times faster than sending
 SLAB_ELEMENTS = 16 << 20
@@ -167,16 +167,14 @@ class GradientPath:
         self._waves_left = max(int(count) for count, _ in ranks)
         return own / sum(tokens for _, tokens in ranks)
 
-    def begin_wave(
-        self, *, first: bool, last: bool, on_landing: Callable[[UnitState, Event], None] | None = None
-    ) -> None:
+    def begin_wave(self, updates: UnitUpdates, *, first: bool, last: bool) -> None:
         """A wave of a call starts: resident sums are zeroed before the first and sent after the last.
 
-        `on_landing` is called for what this rank updates of each unit, with the mark behind which its whole gradient is
-        in the host arena; not at all if any rank sends in several waves.
+        `updates` read what is sent. They may do so ahead, as soon as the whole gradient of a unit is in the host arena;
+        not if any rank sends in several waves.
         """
         self._zeroes, self._sends, self._finished = first or not self._resident, last or not self._resident, []
-        self._on_landing = on_landing if last and not self.pending and self._waves_left == 1 else None
+        self._updates, self._ahead = updates, last and not self.pending and self._waves_left == 1
 
     def begin(self, unit: UnitState, part: int = 0) -> Accumulator | None:
         """The accumulator for `unit`, zeroed if it starts a sum; the compute stream waits until it may be used.
@@ -197,6 +195,8 @@ class GradientPath:
         """The wave's gradient of `unit` or its `part` is complete: send it to the host, if no other wave adds to it."""
         if accumulator is None or not self._sends:
             return
+        if not self.pending:  # the unit's last update reads the arena; not every unit's weights were needed since
+            self._updates.wait(unit, "its next gradient")
         self._finished.append(unit)
         piece = unit.plan.pieces[part]
         own = self._state.parts[self._position[unit.plan.name]]
@@ -216,8 +216,8 @@ class GradientPath:
                 self._streams.grad.run(partial(_send, sent, target, self._staging))
             self._counters.d2h_bytes += target.nbytes
         accumulator.free = self._streams.grad.record()
-        if part == 0 and self._on_landing is not None:
-            self._on_landing(own, accumulator.free)
+        if part == 0 and self._ahead:
+            self._updates.ahead(own, accumulator.free)
 
     def end_wave(self) -> None:
         """All units of a wave have been finished."""
@@ -232,7 +232,7 @@ class GradientPath:
         """All waves have ended. If other ranks have more of them, this one adds zeros to theirs."""
         order = self._finished  # that of the other ranks
         while self._waves_left > 0:
-            self.begin_wave(first=True, last=True)
+            self.begin_wave(self._updates, first=True, last=True)
             for unit in order:
                 self.finish(unit, self.begin(unit))
             self.end_wave()
