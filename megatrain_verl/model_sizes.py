@@ -47,6 +47,12 @@ class ModelSizes:
         return (*self.layer_sizes, *self.edge_sizes)
 
     @property
+    def early_units(self) -> list[int]:
+        """As `ModelPlan.early_units`. A vision tower counts as a part of the head."""
+        head = [] if self.tied else [len(self.unit_sizes) - 1]
+        return [*head, *reversed(range(len(self.layer_sizes)))]
+
+    @property
     def trained_sizes(self) -> tuple[int, ...]:
         return (*self.trained_layer_sizes, *self.trained_edge_sizes)
 

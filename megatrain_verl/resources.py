@@ -23,6 +23,7 @@ class Sizes(Protocol):
 
     unit_sizes: tuple[int, ...]
     trained_sizes: tuple[int, ...]
+    early_units: list[int]
     num_parameters: int
 
 
@@ -68,7 +69,7 @@ class HostPlan:
             for kind, dtype in dtypes.items()
         }
         if trainable:
-            spares = units_with_spares(model.unit_sizes, model.trained_sizes, config)
+            spares = units_with_spares(model.early_units, model.unit_sizes, model.trained_sizes, config)
             spared = sum(model.unit_sizes[index] for index in spares)
             if spared:
                 sizes["spare"] = spared * sum(dtypes[kind].itemsize for kind in TRAINED if kind in dtypes)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from megatrain_verl.config import StreamingConfig
+from megatrain_verl.model_sizes import ModelSizes
 from megatrain_verl.resources import (
     GIB,
     HostPlan,
@@ -21,6 +23,7 @@ from megatrain_verl.streaming.gradients import SLAB_ELEMENTS
 from megatrain_verl.streaming.host_store import ParameterState
 from megatrain_verl.streaming.model_plan import ModelPlan, plan_model
 from tests.oracle import tiny_config
+from tests.vision import cases
 
 MEMINFO = "MemTotal:       1024 kB\nMemFree:         100 kB\nMemAvailable:    {kib} kB\n"
 
@@ -42,6 +45,22 @@ def test_plan_counts_the_arenas_that_are_allocated(settings: dict, trainable: bo
             assert nbytes == sum(getattr(unit, kind).nbytes for unit in state.units), kind
     assert host_plan.total - host_plan.bytes_by_kind.get("staging", 0) == state.nbytes
     assert host_plan.parameters == plan.num_parameters
+
+
+@pytest.mark.parametrize(
+    "config", [tiny_config("qwen2"), tiny_config("qwen2", tied=True), cases.tiny_config("qwen3_vl")]
+)
+def test_spares_of_head_and_decoder_layers_are_counted(config: PretrainedConfig) -> None:
+    settings, plan = StreamingConfig(speculative_adamw_gb=1.0), plan_model(config)
+    host_plan = HostPlan.of(plan, settings, trainable=True, reference=False)
+    state = ParameterState.allocate(plan, settings, trainable=True, reference=False, register=False)
+    spared = [unit.plan for unit in state.units if unit.spare is not None]
+    assert spared == [*plan.layers, *([] if plan.tied else [plan.head])]
+    assert host_plan.total - host_plan.bytes_by_kind["staging"] == state.nbytes
+    if plan.vision is None:
+        counted = HostPlan.of(ModelSizes.of(config), settings, trainable=True, reference=False)
+        assert counted.bytes_by_kind["spare"] == 12 * sum(span.numel for unit in spared for span in unit.spans)
+    state.close()
 
 
 def test_plan_counts_the_scratch_and_the_slabs(plan_7b: ModelPlan) -> None:

@@ -48,16 +48,18 @@ def arena_elements(kind: str, numel: int, trained: int) -> int:
     return trained
 
 
-def units_with_spares(unit_sizes: Sequence[int], trained_sizes: Sequence[int], config: StreamingConfig) -> list[int]:
+def units_with_spares(
+    early_units: Sequence[int], unit_sizes: Sequence[int], trained_sizes: Sequence[int], config: StreamingConfig
+) -> list[int]:
     """Numbers of the units for which `speculative_adamw_gb` pays spare arenas.
 
-    They are the last ones, whose gradients come first; never the embedding, whose gradient comes last, and none with
-    frozen parameters.
+    They are the first of `early_units`, whose gradients come first; those of embedding and vision part come last. None
+    has frozen parameters.
     """
     kinds = arena_dtypes(config, trainable=True, reference=False)
     bytes_per_element = sum(dtype.itemsize for kind, dtype in kinds.items() if kind in TRAINED)
     room, chosen = config.speculative_adamw_gb * 2**30, []
-    for index in reversed(range(1, len(unit_sizes))):
+    for index in early_units:
         nbytes = unit_sizes[index] * bytes_per_element
         if (
             trained_sizes[index] == unit_sizes[index] and nbytes <= room
@@ -211,7 +213,8 @@ class ParameterState:
                 in_file = [unit for unit in plan.units if arena_elements("reference", unit.numel, unit.trained)]
                 where = config.reference_folder, in_file, DTYPES[config.dtype]
                 state.reference_file = ReferenceFile(*where, register=register)
-            spared = units_with_spares(plan.unit_sizes, plan.trained_sizes, config) if trainable else []
+            sizes = plan.early_units, plan.unit_sizes, plan.trained_sizes
+            spared = units_with_spares(*sizes, config) if trainable else []
             written = {kind: dtype for kind, dtype in kinds.items() if kind in TRAINED}
             blocks = [(unit, kind) for unit in plan.units for kind in kinds]
             blocks += [(plan.units[index], kind) for index in spared for kind in written]

@@ -101,6 +101,12 @@ class ModelPlan:
         return [*vision, self.embedding, *self.layers] + ([] if self.tied else [self.head])
 
     @property
+    def early_units(self) -> list[int]:
+        """Numbers of the units whose gradients come first: an untied head, then the decoder layers from the last on."""
+        first = len(self.units) - len(self.layers) - (not self.tied)
+        return list(reversed(range(first, len(self.units))))
+
+    @property
     def masks(self) -> list[MaskKind]:
         """Which tokens each layer attends to."""
         return [unit.mask for unit in self.layers]
