@@ -47,8 +47,9 @@ class Guess:
 
     def agree(self, group: Group) -> list[UnitState]:
         """Close it; returns the units that every rank has updated, or will before its other units."""
-        begun, agreed = self.close(None), 0
+        agreed = 0
         try:
+            begun = self.close(None)
             agreed = int(max(count for (count,) in group.gather([begun], "how many units are updated ahead")))
         finally:
             self.close(agreed)
@@ -90,7 +91,10 @@ class Speculation:
         return update
 
     def take(self, step: AdamWStep) -> set[str]:
-        """Names of the units that are updated to `step` ahead; that becomes their state. The others' will not begin."""
+        """Names of the units that are updated to `step` ahead; that becomes their state. The others' will not begin.
+
+        With several ranks the update of some of them is still to come: wait for it as for any other.
+        """
         guess, self._guess = self._guess, None
         self._clips = step.grad_scale != 1.0
         if guess is None or not guess.units:

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from megatrain_verl.config import AdamWConfig
+from megatrain_verl.streaming.group.group import ALONE
+from megatrain_verl.streaming.optimizer_step import AdamWStep
+from megatrain_verl.streaming.speculation import Guess
 from tests import oracle
 
 LR = 1e-2
@@ -103,6 +106,23 @@ def test_the_reference_is_kept_before_an_update_ahead(pair):
         assert torch.equal(engine.forward(batches)[0].log_probs, first)
     assert used_spares(engine)
     assert_same_state(engine, control)
+
+
+class Interrupted(Guess):
+    """The process gets a signal while the ranks agree."""
+
+    def close(self, limit=0):
+        super().close(limit)
+        if limit is None:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_agreement_leaves_no_update_waiting():
+    settings = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decay_norms_and_biases": True}
+    guess = Interrupted(AdamWStep(lr=LR, step=1, grad_scale=1.0, **settings))
+    with pytest.raises(KeyboardInterrupt):
+        guess.agree(ALONE)
+    assert guess._limit == 0 and not guess.begin(0)
 
 
 def test_save_and_load_between_guess_and_step(pair, tmp_path):
