@@ -61,7 +61,7 @@ class StreamingConfig:
     cpu_threads: int | None = None
     # Host memory, in GiB, for AdamW that starts before the gradient norm is known: the last layers are updated behind
     # the backward pass, into spare arenas (12 bytes/parameter), on the guess that the norm needs no clipping. If it
-    # does, or is not finite, the results are dropped. 0: off.
+    # does, or is not finite, the results are dropped. All GPUs of the host share these arenas. 0: off.
     speculative_adamw_gb: float = 0.0
     # Let the device update the last part of every unit while the host's cores update the rest: same bits, less time.
     # 14 bytes/parameter in and 12 out over PCIe, 336 MB of device memory. None: on CUDA, with the native kernel.

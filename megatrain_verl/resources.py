@@ -176,6 +176,9 @@ def check_shared_memory(nbytes: int, path: str = "/dev/shm") -> None:
 
 def _remedies(plan: HostPlan, config: StreamingConfig) -> Iterator[str]:
     sizes = plan.bytes_by_kind
+    if "spare" in sizes:
+        less = f"{sizes['spare'] / GIB:.2f} GiB less"
+        yield f"speculative_adamw_gb=0, with which AdamW begins when the gradient norm is known: {less}"
     if "reference" in sizes:
         yield f"train without a KL term, hence without a reference policy: {sizes['reference'] / GIB:.2f} GiB less"
         if config.expert_parts == 1:

@@ -114,6 +114,16 @@ def test_remedies_name_only_what_can_be_lowered(plan_7b: ModelPlan) -> None:
         check_host_memory(HostPlan.of(plan_7b, config, trainable=True, reference=False), config)
 
 
+def test_memory_for_adamw_ahead_of_the_norm_is_named_first(plan_7b: ModelPlan) -> None:
+    config = StreamingConfig(host_memory_gb=100, speculative_adamw_gb=30)
+    host_plan = HostPlan.of(plan_7b, config, trainable=True, reference=True)
+    with pytest.raises(ValueError) as refusal:
+        check_host_memory(host_plan, config)
+    spare = host_plan.bytes_by_kind["spare"] / GIB
+    first = str(refusal.value).split("What helps:\n")[1].splitlines()[0]
+    assert 27 < spare < 30 and "speculative_adamw_gb=0" in first and first.endswith(f": {spare:.2f} GiB less")
+
+
 def test_this_machine_is_asked_unless_told_otherwise(plan_7b: ModelPlan) -> None:
     huge = HostPlan({"weight": 1 << 60}, parameters=1 << 59)
     with pytest.raises(ValueError, match=r"\((MemAvailable in /proc/meminfo|limit of .* in /sys/fs/cgroup.*)\)"):
