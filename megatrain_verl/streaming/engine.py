@@ -153,7 +153,7 @@ class StreamingEngine:
             plan = self._plan_pass(micro_batches)
         outputs, balances = [], []  # of each wave; what else a wave has on the device goes with it
         with self._released_on_error(micro_batches, plan):
-            part = self._gradients.begin_call(1 if plan.resident_gradients else len(plan.waves), micro_batches)
+            part = self._gradients.begin_call(1 if plan.resident_gradients else len(plan.waves), micro_batches, next_lr)
             for number, wave in enumerate(plan.split(micro_batches), 1):
                 first, share = sum(plan.waves[: number - 1]), part * plan.share(number, micro_batches)
                 run = self._start(wave, first=first, training=True, layer_slots=plan.layer_slots)

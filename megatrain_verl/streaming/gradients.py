@@ -156,16 +156,23 @@ class GradientPath:
                 f"{dtype}: set grad_dtype=float32, or call zero_grad before each forward_backward"
             )
 
-    def begin_call(self, sends: int, micro_batches: list[MicroBatch]) -> float:
+    def begin_call(self, sends: int, micro_batches: list[MicroBatch], next_lr: float | None) -> float:
         """A call starts in which this rank sends every unit's gradient `sends` times.
 
         Returns:
             Which part of all ranks' tokens are in `micro_batches`.
+
+        Raises:
+            ValueError: `next_lr`, for which units are updated ahead, is another one in another rank.
         """
         own = sum(batch.num_tokens for batch in micro_batches)
-        ranks = self._group.gather([sends, own], "the start of a step")
-        self._waves_left = max(int(count) for count, _ in ranks)
-        return own / sum(tokens for _, tokens in ranks)
+        given = [sends, own, math.nan if next_lr is None else next_lr]
+        counts, tokens, rates = zip(*self._group.gather(given, "the start of a step"), strict=True)
+        if len({str(rate) for rate in rates}) > 1:
+            found = ", ".join("None" if math.isnan(rate) else str(rate) for rate in rates)
+            raise ValueError(f"the ranks have different next_lr ({found}): give the same learning rate to all of them")
+        self._waves_left = int(max(counts))
+        return own / sum(tokens)
 
     def begin_wave(self, updates: UnitUpdates, *, first: bool, last: bool) -> None:
         """A wave of a call starts: resident sums are zeroed before the first and sent after the last.

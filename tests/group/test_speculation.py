@@ -1,13 +1,14 @@
 """Several ranks with AdamW ahead of the norm: the same bits as without, however far each rank gets ahead."""
 
 import time
+import uuid
 
 import numpy as np
 import pytest
 
 from megatrain_verl.config import AdamWConfig, StreamingConfig
 from megatrain_verl.streaming.engine import StreamingEngine
-from megatrain_verl.streaming.group.group import Group
+from megatrain_verl.streaming.group.group import Group, HostGroup
 from megatrain_verl.streaming.speculation import Guess
 from tests import oracle
 from tests.group import ranks
@@ -94,6 +95,31 @@ def test_steps_give_the_same_bits_with_and_without(settings: dict[str, object], 
     for rank, delay in zip(together, seconds, strict=True):
         assert rank["taken"] == [["head", *everything]] * STEPS and not control[0]["taken"]
         assert (rank["begun"] == [LAYERS + 1] * STEPS) == (delay == 0)  # who is behind goes on ahead
+
+
+def disagree(group: HostGroup, name: str) -> list[str]:
+    """The errors of this rank where the last rank has another `next_lr`, and where it has another `lr`."""
+    settings = StreamingConfig(**AHEAD, dtype="float32", optimizer_backend="torch", cpu_threads=1)
+    errors = []
+    for where, own in ((group, (2 * LR, LR)), (HostGroup(name, group.rank, group.size), (LR, 2 * LR))):
+        config = oracle.tiny_config("qwen2", layers=LAYERS)
+        made = StreamingEngine(config, settings, AdamWConfig(clip_grad=None), device="cpu", group=where)
+        next_lr, lr = own if group.rank == group.size - 1 else (LR, LR)
+        batch = [oracle.pack(oracle.random_rows([9], seed=group.rank))]
+        with pytest.raises((ValueError, RuntimeError)) as error:  # `RankFailed` where another rank has told it first
+            for _ in range(2):
+                made.zero_grad()
+                made.forward_backward(batch, lambda m, scores: -scores.log_probs.sum() / 20, next_lr=next_lr)
+                made.optimizer_step(lr)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_ranks_with_different_learning_rates_stop_at_once() -> None:
+    for rank in ranks.run(disagree, 2, uuid.uuid4().hex):
+        assert rank.error is None, rank
+        assert f"different next_lr ({LR}, {2 * LR})" in rank.result[0]
+        assert "(rank 0 for how many units are updated ahead, rank 1 for the start of a step)" in rank.result[1]
 
 
 def test_clipped_steps_drop_what_every_rank_did_ahead() -> None:

@@ -15,6 +15,7 @@ from megatrain_verl.streaming.group import cuda_driver
 
 LINE = 8  # int64 per cache line
 VALUES = 64  # float64 that a rank may give at once
+PURPOSE = 64  # bytes: what a rank gives them for
 MESSAGE = 1024  # bytes
 RELEASED = 1 << 62  # above every count: lets waits of the device pass after a failure
 
@@ -43,7 +44,8 @@ class ControlPage:
     def __init__(self, fd: int, rank: int, size: int) -> None:
         self._rank = rank
         counters, values = len(Counter) * size * LINE, 2 * size * VALUES
-        self.nbytes = -(-(8 * (counters + values) + size * MESSAGE) // mmap.PAGESIZE) * mmap.PAGESIZE
+        texts = 2 * size * PURPOSE + size * MESSAGE
+        self.nbytes = -(-(8 * (counters + values) + texts) // mmap.PAGESIZE) * mmap.PAGESIZE
         if os.fstat(fd).st_size < self.nbytes:  # the first rank; the file is made for one group
             os.ftruncate(fd, self.nbytes)
         page = np.frombuffer(mmap.mmap(fd, self.nbytes), dtype=np.uint8)
@@ -51,7 +53,9 @@ class ControlPage:
         self._on_device: int | None = None
         self._counters = page[: 8 * counters].view(np.int64).reshape(len(Counter), size, LINE)[..., 0]
         self._values = page[8 * counters :][: 8 * values].view(np.float64).reshape(2, size, VALUES)
-        self._messages = page[8 * (counters + values) :][: size * MESSAGE].reshape(size, MESSAGE)
+        texts = page[8 * (counters + values) :][:texts]
+        self._purposes = texts[: -size * MESSAGE].reshape(2, size, PURPOSE)
+        self._messages = texts[-size * MESSAGE :].reshape(size, MESSAGE)
 
     def get(self, counter: Counter, rank: int) -> int:
         """The count of `rank`."""
@@ -85,13 +89,19 @@ class ControlPage:
             cuda_driver.unmap_host(self.address)
         self._on_device = None
 
-    def put_values(self, round_number: int, values: list[float]) -> None:
+    def put_values(self, round_number: int, values: list[float], purpose: str) -> None:
         """This rank's values of a round; they stay until the round after the next."""
         self._values[round_number % 2, self._rank, : len(values)] = values
+        text = purpose.encode()[:PURPOSE].ljust(PURPOSE, b"\0")
+        self._purposes[round_number % 2, self._rank] = np.frombuffer(text, dtype=np.uint8)
 
     def values(self, round_number: int, count: int) -> list[list[float]]:
         """The values of all ranks, in rank order."""
         return self._values[round_number % 2, :, :count].tolist()
+
+    def purposes(self, round_number: int) -> list[str]:
+        """For what each rank has given its values, in rank order."""
+        return [text.tobytes().rstrip(b"\0").decode(errors="replace") for text in self._purposes[round_number % 2]]
 
     def fail(self, culprit: int, what: str) -> None:
         """Tell the others that `culprit` has failed, unless this rank has told of a failure before."""

@@ -43,7 +43,11 @@ class Group:
         """Map the memory from which the arenas are taken, `nbytes` at most. Every rank calls it."""
 
     def gather(self, values: list[float], purpose: str) -> list[list[float]]:
-        """The values that every rank gives, in rank order. Every rank calls it, for the same purpose."""
+        """The values that every rank gives, in rank order. Every rank calls it, for the same purpose.
+
+        Raises:
+            RuntimeError: the purposes differ; names them.
+        """
         return [values]
 
     def wait_for(self, event: Event, purpose: str) -> None:
@@ -143,10 +147,14 @@ class HostGroup(Group):
     def gather(self, values: list[float], purpose: str) -> list[list[float]]:
         self._gathers += 1
         number = self._gathers
-        self.control.put_values(number, values)
+        self.control.put_values(number, values, purpose)
         self.control.set(Counter.ARRIVED, number)
 
         self.wait_counts(Counter.ARRIVED, number, purpose)
+        purposes = self.control.purposes(number)
+        if len(set(purposes)) > 1:
+            found = ", ".join(f"rank {rank} for {each}" for rank, each in enumerate(purposes))
+            raise RuntimeError(f"the ranks wait for different things ({found}): call the same methods in all of them")
         return self.control.values(number, len(values))
 
     def wait_for(self, event: Event, purpose: str) -> None:
