@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.sft.runs import ENVIRONMENT, OPTIONS, ROOT, make_inputs, metrics
@@ -36,6 +37,14 @@ def ranks_of(parent: int) -> list[int]:
     """The processes that `parent` has started for its ranks."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     return [pid for pid in map(int, children) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def runs(pid: int) -> bool:
+    """Not so a process that has ended and waits for its new parent to ask how: bounded_run.py asks at its own end."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_until_training(folder: Path, run: subprocess.Popen[str]) -> None:
@@ -98,6 +107,6 @@ def test_ranks_end_with_the_process_that_has_started_them(tmp_path: Path) -> Non
     finally:
         parent.kill()  # as the kernel does without memory: it can end nobody
     end = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+    while any(map(runs, ranks)):
         assert time.monotonic() < end
         time.sleep(0.1)
