@@ -239,14 +239,15 @@ class StreamingEngine:
         """
         if self._adamw_config is None or not self._gradients.pending:
             raise ValueError("there are no gradients: call forward_backward of a trainable engine first")
-        self._gradients.wait_landed()
-        norm = self._gradients.norm()
-        if not math.isfinite(norm):
-            return norm
-        clip = math.inf if self._adamw_config.clip_grad is None else self._adamw_config.clip_grad
-        grad_scale = min(1.0, clip / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        self.step_count += 1
-        self._updates.start(self.state.parts, lr, grad_scale, self.step_count)
+        with self.group.told():
+            self._gradients.wait_landed()
+            norm = self._gradients.norm()
+            if not math.isfinite(norm):
+                return norm
+            clip = math.inf if self._adamw_config.clip_grad is None else self._adamw_config.clip_grad
+            grad_scale = min(1.0, clip / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+            self.step_count += 1
+            self._updates.start(self.state.parts, lr, grad_scale, self.step_count)
         self.state.updates_started()
         self._weights_changed()
         return norm

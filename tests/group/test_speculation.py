@@ -1,17 +1,24 @@
 """Several ranks with AdamW ahead of the norm: the same bits as without, however far each rank gets ahead."""
 
+import math
 import time
 import uuid
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from megatrain_verl.config import AdamWConfig, StreamingConfig
+from megatrain_verl.streaming.batch import TokenOutputs
 from megatrain_verl.streaming.engine import StreamingEngine
 from megatrain_verl.streaming.group.group import Group, HostGroup
+from megatrain_verl.streaming.model_plan import plan_model
 from megatrain_verl.streaming.speculation import Guess
 from tests import oracle
 from tests.group import ranks
+from tests.group.test_shared_reads import read_together
 
 STEPS, LR, LAYERS = 4, 1e-3, 4
 AHEAD = {"speculative_adamw_gb": 1.0}
@@ -26,8 +33,17 @@ def train(
     seconds: list[float],
     rows_of: list[int],
     device: str = "cpu",
+    nan_at: tuple[int, int] | None = None,
+    folder: str | None = None,
+    read_once: bool = False,
 ) -> dict[str, object]:
-    """Steps in which rank r updates no unit ahead in less than `seconds[r]`, and has `rows_of[r]` rows."""
+    """Steps in which rank r updates no unit ahead in less than `seconds[r]`, and has `rows_of[r]` rows.
+
+    `nan_at` is a step and the rank in which its loss is not a number. The state goes to `folder` as soon as the last
+    step has begun. With `read_once` each rank reads its part of the weights.
+    """
+    if read_once:
+        read_together(group.size)
     config = oracle.tiny_config("qwen2", layers=LAYERS)
     streaming = StreamingConfig(
         **{"dtype": "float32", "optimizer_backend": "torch", "cpu_threads": 1, "head_chunk_tokens": 7} | settings
@@ -55,46 +71,117 @@ def train(
     for step in range(STEPS):
         batches = oracle.split_micro_batches(oracle.random_rows([9] * rows_of[group.rank], seed=step), 1)
         made.zero_grad()
-        made.forward_backward(batches, lambda m, scores: -scores.log_probs.sum() / 20, next_lr=LR)
+        scale = math.nan if nan_at == (step, group.rank) else -1 / 20
+        made.forward_backward(batches, partial(loss, scale), next_lr=LR)
         group.gather([], "every rank's backward pass")
         if seconds[group.rank] == 0:
             made.streams.optimizer.record().synchronize()  # all that was offered has been updated
         norms.append(made.optimizer_step())
+    if folder is not None:
+        made.save(folder)
+    for unit in made.state.units:
+        made._wait_updated(unit, "the end")
     weights = ranks.weights(made)
     moments = [unit.exp_avg_sq.numpy().copy() for unit in made.state.units]
     made.close()
-    return {"norms": norms, "weights": weights, "moments": moments, "begun": begun, "taken": taken}
+    read = made.counters.h2d_bytes
+    return {"norms": norms, "read": read, "weights": weights, "moments": moments, "begun": begun, "taken": taken}
+
+
+def loss(scale: float, m: int, scores: TokenOutputs) -> Tensor:
+    return scale * scores.log_probs.sum()
 
 
 def run(
-    size: int, settings: dict[str, object], clip: float | None, seconds: list[float], rows: list[int]
+    size: int, settings: dict[str, object], clip: float | None, seconds: list[float], rows: list[int], *more: object
 ) -> list[dict[str, object]]:
-    """What each rank returns."""
-    ended = ranks.run(train, size, settings, clip, seconds, rows)
+    """What each rank returns from `train`; `more` are its arguments behind the device."""
+    ended = ranks.run(train, size, settings, clip, seconds, rows, "cpu", *more)
     assert all(rank.error is None for rank in ended), ended
     return [rank.result for rank in ended]
 
 
 def assert_same_bits(left: list[dict[str, object]], right: list[dict[str, object]]) -> None:
     for mine, other in zip(left, right, strict=True):
-        assert mine["norms"] == other["norms"]
+        assert np.array_equal(mine["norms"], other["norms"], equal_nan=True)
         assert all(np.array_equal(mine["weights"][name], other["weights"][name]) for name in other["weights"])
         assert all(map(np.array_equal, mine["moments"], other["moments"]))
 
 
-@pytest.mark.parametrize(
-    ("settings", "seconds"),
-    [(HALVES, [0, 0]), ({}, [0, 0.2]), (HALVES, [0.2, 0])],
-    ids=["together", "second behind", "first behind"],
-)
-def test_steps_give_the_same_bits_with_and_without(settings: dict[str, object], seconds: list[float]) -> None:
-    rows = [2, 1]
-    together, control = run(2, settings | AHEAD, None, seconds, rows), run(2, settings, None, [0, 0], rows)
+EVERYTHING = ["head", *(f"layers.{index}" for index in reversed(range(LAYERS)))]
+
+
+def assert_taken(found: list[dict[str, object]], units: list[str], steps: int, seconds: list[float]) -> None:
+    """In each of `steps` steps `units` were updated ahead, though who is behind had not begun all of them."""
+    for rank, delay in zip(found, seconds, strict=True):
+        assert rank["taken"] == [units] * steps
+        assert (rank["begun"] == [len(units)] * steps) == (delay == 0)
+
+
+@pytest.mark.parametrize("read_once", [False, True], ids=["read in full", "read once"])
+def test_steps_give_the_same_bits_with_and_without(read_once: bool) -> None:
+    seconds, rows = [0.2 * read_once, 0], [2, 1]
+    together = run(2, HALVES | AHEAD, None, seconds, rows, None, None, read_once)
+    control = run(2, HALVES, None, [0, 0], rows)
     assert_same_bits(together, control)
-    everything = [f"layers.{index}" for index in reversed(range(LAYERS))]
-    for rank, delay in zip(together, seconds, strict=True):
-        assert rank["taken"] == [["head", *everything]] * STEPS and not control[0]["taken"]
-        assert (rank["begun"] == [LAYERS + 1] * STEPS) == (delay == 0)  # who is behind goes on ahead
+    assert_taken(together, EVERYTHING, STEPS, seconds)
+    assert not control[0]["taken"]
+    assert (max(rank["read"] for rank in together) < 0.75 * control[0]["read"]) == read_once
+
+
+def test_one_rank_without_a_finite_gradient_skips_the_step_in_all() -> None:
+    seconds, rows, nan_at = [0, 0.3], [2, 1], (1, 1)
+    plan = plan_model(oracle.tiny_config("qwen2", layers=LAYERS))
+    room = {"speculative_adamw_gb": 12 * sum(plan.unit_sizes[-3:]) / 2**30}  # for the head and two of the layers
+    together, control = run(2, room, None, seconds, rows, nan_at), run(2, {}, None, [0, 0], rows, nan_at)
+    assert np.isnan(control[0]["norms"]).tolist() == [False, True, False, False]
+    assert_same_bits(together, control)
+    assert_taken(together, EVERYTHING[:3], STEPS - 1, seconds)
+
+
+def test_a_state_saved_while_a_rank_is_behind_is_that_of_the_step(tmp_path: Path) -> None:
+    saved = run(2, AHEAD, None, [0, 0.2], [1, 1], None, str(tmp_path / "state"))
+    assert_taken(saved, EVERYTHING, STEPS, [0, 0.2])
+    config = oracle.tiny_config("qwen2", layers=LAYERS)
+    alone = oracle.make_engine(oracle.plain_model(config), config, AdamWConfig(clip_grad=None), **AHEAD)
+    alone.load(tmp_path / "state")
+    found = [{"norms": saved[0]["norms"], "weights": ranks.weights(alone)}]
+    found[0]["moments"] = [unit.exp_avg_sq.numpy().copy() for unit in alone.state.units]
+    assert_same_bits(found, saved[:1])
+    alone.close()
+
+
+def end_badly(group: HostGroup, what: str) -> None:
+    """The second rank does so: "killed" in its third update ahead, or with an error while the ranks agree."""
+    config = oracle.tiny_config("qwen2", layers=LAYERS)
+    settings = StreamingConfig(**AHEAD, dtype="float32", optimizer_backend="torch", cpu_threads=1)
+    made = StreamingEngine(config, settings, AdamWConfig(lr=LR, clip_grad=None), device="cpu", group=group)
+    update = made._updates._adamw.update
+
+    def bad_update(unit: object, step: object, **where: object) -> None:
+        if "into" in where and unit.plan.name == EVERYTHING[2]:
+            ranks._end_badly(what)
+        update(unit, step, **where)
+
+    if group.rank == 1 and what == "killed":
+        made._updates._adamw.update = bad_update
+    elif group.rank == 1:
+        Guess.agree = lambda guess, group: ranks._end_badly(what)
+    ranks._begin()
+    for step in range(2):
+        made.zero_grad()
+        batch = [oracle.pack(oracle.random_rows([9], seed=step))]
+        made.forward_backward(batch, partial(loss, -1 / 20), next_lr=LR)
+        made.optimizer_step()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"), [("killed", "its process has ended"), ("error", "ZeroDivisionError: what cannot be computed")]
+)
+def test_a_rank_that_ends_badly_ahead_of_the_norm_is_named(what: str, message: str) -> None:
+    waiting, _ = ranks.run(end_badly, 2, what, victim=1, patience=60.0)
+    assert waiting.error.startswith("RankFailed: rank 1 (process ") and message in waiting.error
+    assert waiting.seconds < 30
 
 
 def disagree(group: HostGroup, name: str) -> list[str]:
@@ -109,7 +196,7 @@ def disagree(group: HostGroup, name: str) -> list[str]:
         with pytest.raises((ValueError, RuntimeError)) as error:  # `RankFailed` where another rank has told it first
             for _ in range(2):
                 made.zero_grad()
-                made.forward_backward(batch, lambda m, scores: -scores.log_probs.sum() / 20, next_lr=next_lr)
+                made.forward_backward(batch, partial(loss, -1 / 20), next_lr=next_lr)
                 made.optimizer_step(lr)
         errors.append(str(error.value))
     return errors
