@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
         default=[ANY_DEVICE],
         help="as in CUDA_VISIBLE_DEVICES: the engine on the first, then on all together (on CPU, as many processes)",
     )
-    parser.add_argument("--reads", type=_reads, default=["measured"], help=f"of several devices: {', '.join(READS)}")
+    parser.add_argument("--reads", type=_reads, default=["full"], help=f"of several devices: {', '.join(READS)}")
     parser.add_argument("--only-group", action="store_true", help="with several devices, leave the first alone out")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path, help="timeline of one step of the engine, for ui.perfetto.dev, and a PNG")

@@ -1,9 +1,13 @@
 """The benchmark's own arithmetic, and that every system does the same work."""
 
 import dataclasses
+import re
+from pathlib import Path
 
+import bfloat16_probabilities
 import pytest
 from ceilings import Bound, Ceilings
+from grpo.inputs import make_tokenizer
 from processes import ANY_DEVICE, run_system
 from report import finish, table
 from several_gpus import MEMORY, predict
@@ -12,6 +16,7 @@ from timeline import device_spans
 from workload import Workload
 
 from megatrain_verl.model_sizes import ModelSizes
+from tests import oracle
 
 TINY = Workload("tiny", 2, rows=4, seq_len=32, steps=1, device="cpu")
 CEILINGS = Ceilings(50e9, 50e9, 40e9, 800e12, 700e12, {"native": 5e9})
@@ -107,3 +112,17 @@ def test_a_system_over_its_time_is_ended() -> None:
 def test_the_engine_and_fsdp2_do_the_same_work() -> None:
     ours, fsdp2 = (run_system(_spec(system), 250, None) for system in ("megatrain", "fsdp2"))
     assert ours["loss"] == pytest.approx(fsdp2["loss"], abs=1e-5)
+
+
+def test_the_engine_rounds_as_plain_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = oracle.plain_model(oracle.tiny_config("qwen2", vocab_size=300))
+    model.save_pretrained(tmp_path)
+    make_tokenizer(300).save_pretrained(tmp_path)
+    monkeypatch.setattr("sys.argv", ["", "--model", str(tmp_path), "--rows", "3", "--length", "5"])
+    bfloat16_probabilities.main()
+    printed = capsys.readouterr().out
+    plain, engine = (float(mean) for mean in re.findall(r"mean ([\d.e-]+)", printed))
+    assert "15 tokens of 3 answers" in printed
+    assert 0 < engine < 2 * plain and plain < 2 * engine

@@ -18,9 +18,10 @@ from megatrain_verl.streaming.group.shared_reads import SharedReads
 from megatrain_verl.streaming.streams import Event, Streams
 
 logger = logging.getLogger(__name__)
-# True or False decides without a measurement: for tests and benchmarks. On CPU all ranks read the same memory, and a
-# second copy is never faster.
-TOGETHER: bool | None = None
+# Whether to read together; None measures on CUDA and takes what is faster. (On CPU all ranks read the same memory, and
+# a second copy is never faster.) Tests and benchmarks set it. Reading together has run with processes on a CPU only:
+# it is not the default until it has on GPUs.
+TOGETHER: bool | None = False
 FASTER = 1.1  # less does not pay for ranks that wait for each other at every unit
 MEASURED_BYTES, REPEATS, TRIES = 128 << 20, 8, 3
 
