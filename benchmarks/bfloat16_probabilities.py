@@ -1,4 +1,4 @@
-"""How far bfloat16 alone moves the probabilities of a model's own answers: what `rollout_probs_diff` cannot fall below.
+"""How far bfloat16 alone moves the probabilities of a model's own answers: what rounding does to `rollout_probs_diff`.
 
     python benchmarks/bfloat16_probabilities.py --model FOLDER [--rows 64] [--device cuda]
 

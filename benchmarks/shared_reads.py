@@ -3,8 +3,9 @@
     python benchmarks/shared_reads.py --devices 0,1
 
 `full`: each GPU copies the whole unit from page-locked host memory. `once`: each copies 1/W of it, and from there to
-the other GPUs. The engine takes the faster way. Both alone and beside AdamW on all cores, which needs the same memory.
-GB/s is that at which each GPU gets weights. One process drives all GPUs; the copies are those of several.
+the other GPUs. The engine reads in full, unless `TOGETHER` in read_choice.py says otherwise. Both alone and beside
+AdamW on all cores, which needs the same memory. GB/s is that at which each GPU gets weights. One process drives all
+GPUs; the copies are those of several.
 """
 
 import argparse

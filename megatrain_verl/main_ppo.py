@@ -14,7 +14,7 @@ from megatrain_verl.verl_backend import loggers
 @hydra.main(config_path="verl_backend/conf", config_name="megatrain_ppo", version_base=None)
 def main(config: DictConfig) -> None:
     """Train as verl's `main_ppo` does."""
-    loggers.use_new_file(config.trainer.default_local_dir)  # Ray and its workers get this environment
+    loggers.use_new_file(config.trainer.default_local_dir)  # a Ray that verl starts gets this environment
     main_ppo.main.__wrapped__(config)
 
 

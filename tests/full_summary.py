@@ -52,4 +52,6 @@ def summary(log: str) -> str | None:
 if __name__ == "__main__":
     text = summary(Path(sys.argv[1]).read_text())
     if text is not None:
-        Path(sys.argv[2]).write_text(text)
+        page = Path(sys.argv[2])
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(text)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lint and tests in the environment of examples/install.sh: bash tests/run.sh [--full] [pytest arguments]
-# --full adds the tests marked slow, and keeps the end of the output in docs/full-tests.md.
+# --full adds the tests marked slow, and keeps the end of the output in outputs/full-tests.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -8,7 +8,7 @@ LIMIT=3000 SELECTED=(-m "not slow") PROCESSES=(-n 2 --dist loadgroup --no-loadsc
 if [ "${1:-}" = --full ]; then
     shift
     LIMIT=10800 SELECTED=(--durations=15) LOG=$(mktemp)
-    trap 'python tests/full_summary.py "$LOG" docs/full-tests.md; rm -f "$LOG"' EXIT
+    trap 'python tests/full_summary.py "$LOG" outputs/full-tests.md; rm -f "$LOG"' EXIT
 fi
 
 bash examples/install.sh

@@ -18,6 +18,11 @@ def use_output_folder(folder: str) -> None:
 
 
 def use_new_file(folder: str) -> None:
-    """Let all of them write below `folder`, the `file` logger to a new file at each start: it empties what is there."""
-    metrics_path(Path(folder) / f"metrics-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+    """Let all of them write below `folder`, the `file` logger to a new file at each start: it empties what is there.
+
+    Unless the environment says where. The folder is made: verl's logger does not.
+    """
     use_output_folder(folder)
+    if "VERL_FILE_LOGGER_ROOT" not in os.environ:
+        path = metrics_path(Path(folder) / f"metrics-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)

@@ -92,7 +92,8 @@ def _rank(
     arguments: tuple[object, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # CUDA has not started in this process
+    # CUDA has not started in this process. See `process_env.py` for the connections.
+    os.environ.update(CUDA_VISIBLE_DEVICES=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="32")
     _begin()
     try:
         group = HostGroup(name, rank, size, timeout=60, patience=patience)

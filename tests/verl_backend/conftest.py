@@ -1,10 +1,13 @@
 """Engines on the CPU platform, in this process, for every test of the verl backend."""
 
 import copy
+import json
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch.distributed
 
@@ -34,6 +37,28 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.distributed.init_process_group("cpu:gloo,cpu:gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts, good and bad, in files."""
+    folder = tmp_path_factory.mktemp("data")
+    prompts = [[{"role": "user", "content": f"What is {i} plus {i}?"}] for i in range(8)]
+    prompts[5][0]["content"] *= 3
+    pandas.DataFrame({"prompt": prompts}).to_parquet(folder / "train.parquet")
+    pandas.DataFrame({"prompt": prompts[:2]}).to_parquet(folder / "test.parquet")
+    pandas.DataFrame({"prompt": prompts[:0]}).to_parquet(folder / "empty.parquet")
+    pandas.DataFrame({"question": ["2 + 2?"] * 8}).to_parquet(folder / "column.parquet")
+    pandas.DataFrame({"prompt": [*prompts[:7], []]}).to_parquet(folder / "no_messages.parquet")
+    pandas.DataFrame({"prompt": ["2 + 2?"] * 8}).to_parquet(folder / "text.parquet")
+    pandas.DataFrame({"prompt": [prompts[5]] * 8}).to_parquet(folder / "long.parquet")
+    images = [[], [{"path": "shape.png"}]] * 4
+    pandas.DataFrame({"prompt": prompts, "images": images}).to_parquet(folder / "images.parquet")
+    row = json.dumps({"prompt": prompts[0]})
+    (folder / "broken.json").write_text(f'{row}\n{{"prompt": [}}\n')
+    (folder / "empty.jsonl").touch()
+    (folder / "no_rows.json").write_text("[]\n")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from transformers import ProcessorMixin
 from verl.workers.config import HFModelConfig
 
 from megatrain_verl.verl_backend import prompt_files
-from tests.verl_backend.test_run_config import run_config
+from tests.verl_backend.run_configs import run_config
 from tests.vision import processors
 
 

@@ -3,84 +3,28 @@
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
-import pandas
 import pytest
 import yaml
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from transformers import Llama4TextConfig, T5Config
+from transformers import T5Config
 from transformers.utils import import_utils
-from verl.utils import hdfs_io
-from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tracking import Tracking
 from verl.workers.config import HFModelConfig
-from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
 
 import megatrain_verl.verl_backend.conf
 from megatrain_verl import main_ppo as command
 from megatrain_verl.streaming import linear_attention
-from megatrain_verl.verl_backend import llama4_rollout, preflight, quantised_rollout
+from megatrain_verl.verl_backend import preflight
 from megatrain_verl.verl_backend.config import MegaTrainActorConfig, MegaTrainEngineConfig
-
-GROUP, STOCK = "model_engine=megatrain", "actor_rollout_ref.actor.strategy=megatrain"
-ACTOR = "actor_rollout_ref.actor"
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    prompts = [[{"role": "user", "content": f"What is {i} plus {i}?"}] for i in range(8)]
-    prompts[5][0]["content"] *= 3
-    pandas.DataFrame({"prompt": prompts}).to_parquet(folder / "train.parquet")
-    pandas.DataFrame({"prompt": prompts[:2]}).to_parquet(folder / "test.parquet")
-    pandas.DataFrame({"prompt": prompts[:0]}).to_parquet(folder / "empty.parquet")
-    pandas.DataFrame({"question": ["2 + 2?"] * 8}).to_parquet(folder / "column.parquet")
-    pandas.DataFrame({"prompt": [*prompts[:7], []]}).to_parquet(folder / "no_messages.parquet")
-    pandas.DataFrame({"prompt": ["2 + 2?"] * 8}).to_parquet(folder / "text.parquet")
-    pandas.DataFrame({"prompt": [prompts[5]] * 8}).to_parquet(folder / "long.parquet")
-    images = [[], [{"path": "shape.png"}]] * 4
-    pandas.DataFrame({"prompt": prompts, "images": images}).to_parquet(folder / "images.parquet")
-    row = json.dumps({"prompt": prompts[0]})
-    (folder / "broken.json").write_text(f'{row}\n{{"prompt": [}}\n')
-    (folder / "empty.jsonl").touch()
-    (folder / "no_rows.json").write_text("[]\n")
-    return folder
-
-
-def run_config(tiny: HFModelConfig, data: Path, *overrides: str) -> DictConfig:
-    """verl's main configuration with small numbers, the tiny model and `overrides`."""
-    small = [
-        f"actor_rollout_ref.model.path={tiny.path}",
-        f"data.train_files={data}/train.parquet",
-        f"data.val_files={data}/test.parquet",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=100",
-        "data.max_response_length=16",
-        f"{ACTOR}.ppo_mini_batch_size=4",
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16",
-        "algorithm.adv_estimator=grpo",
-        "trainer.n_gpus_per_node=1",
-    ]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*small, *overrides])
-
-
-def check(config: DictConfig, use_kl: bool = True) -> None:
-    """What verl does in the driver."""
-    validate_config(config, use_reference_policy=use_kl, use_critic=False)
-
+from tests.verl_backend.run_configs import ACTOR, GROUP, STOCK, check, run_config
 
 # ------------------------------------------------------------------------------------------------------- composing
 
@@ -149,59 +93,13 @@ def test_other_strategies_are_not_touched(tiny: HFModelConfig, data: Path) -> No
     assert OmegaConf.to_container(config) == before
 
 
-@pytest.fixture
-def hdfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
-    """Gives a folder the URL from which verl copies it, to a folder of its own in `copies`."""
-    command, copies = tmp_path / "hdfs", tmp_path / "copies"
-    command.write_text('#!/bin/sh\ncp -r "/${3#hdfs://}" "$4"\n')  # hdfs dfs -get URL FOLDER
-    command.chmod(0o755)
-    copies.mkdir()
-    monkeypatch.setattr(hdfs_io, "_HDFS_BIN_PATH", str(command))
-    monkeypatch.setattr(tempfile, "tempdir", str(copies))
-    return lambda folder: f"hdfs:/{folder}"
-
-
-@pytest.fixture
-def quantised(tiny: HFModelConfig, tmp_path: Path) -> str:
-    """The option that makes MODEL_PATH a folder whose config.json names FP8 weights."""
-    folder = shutil.copytree(tiny.path, tmp_path / "model")
-    text = json.loads((folder / "config.json").read_text())
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(text | {"quantization_config": quantization}))
-    return f"actor_rollout_ref.model.path={folder}"
-
-
-@pytest.mark.parametrize("rollout", [None, "fp8"])
-def test_rollout_of_a_quantised_folder_is_not_quantised(
-    tiny: HFModelConfig, data: Path, quantised: str, rollout: str | None
-) -> None:
-    """What reaches vLLM's command line and verl's model config; a rollout that is to be quantised stays so."""
-    rollout_options = ("name=vllm", f"quantization={rollout or 'null'}")
-    options = [quantised, "+actor_rollout_ref.rollout.engine_kwargs.vllm.seed=7"]
-    config = run_config(tiny, data, GROUP, *options, *(f"actor_rollout_ref.rollout.{o}" for o in rollout_options))
-    quantised_rollout.adapt(config)
-    OmegaConf.resolve(config)
-    assert omega_conf_to_dataclass(config.actor_rollout_ref.model).hf_config.quantization_config is None
-    engine_kwargs = omega_conf_to_dataclass(config.actor_rollout_ref.rollout).engine_kwargs
-    overrides = [] if rollout else ["--hf_overrides", '{"quantization_config": null}']
-    assert build_cli_args_from_config(engine_kwargs["vllm"]) == ["--seed", "7", *overrides]
-
-
-def test_driver_adapts_the_rollout_of_a_quantised_folder_that_verl_copies(
-    tiny: HFModelConfig, data: Path, quantised: str, hdfs: Callable[[Path], str]
-) -> None:
-    option, _, folder = quantised.partition("=")
-    config = run_config(tiny, data, STOCK, f"{option}={hdfs(Path(folder))}")
-    check(config)
-    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.quantization_config is None
-
-
+@pytest.mark.parametrize("names", ["console,file", "console,file,tensorboard"])
 def test_loggers_of_this_packages_command_write_to_the_output_folder(
-    tiny: HFModelConfig, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: HFModelConfig, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str
 ) -> None:
     """verl's file logger would make a folder `megatrain_verl`, as the project is called, in the working directory."""
     variables = ("VERL_FILE_LOGGER_PATH", "TENSORBOARD_DIR", "WANDB_DIR")
-    for variable in variables:
+    for variable in (*variables, "VERL_FILE_LOGGER_ROOT"):
         monkeypatch.setenv(variable, "as before")  # at the end
         monkeypatch.delenv(variable)
     monkeypatch.chdir(tmp_path)
@@ -214,12 +112,12 @@ def test_loggers_of_this_packages_command_write_to_the_output_folder(
         logged.extend(os.environ[variable] for variable in variables)
 
     monkeypatch.setattr(command.main_ppo, "main", SimpleNamespace(__wrapped__=log))
-    loggers = "trainer.logger=[console,file,tensorboard]"
+    loggers = f"trainer.logger=[{names}]"
     command.main.__wrapped__(run_config(tiny, data, GROUP, loggers, "trainer.default_local_dir=outputs/run"))
     (metrics,) = (tmp_path / "outputs" / "run").glob("metrics-*.jsonl")
     assert json.loads(metrics.read_text()) == {"step": 1, "data": {"loss": 1.0}}
     assert logged == [str(metrics), str(tmp_path / "outputs" / "run" / "tensorboard"), "/elsewhere"]
-    assert os.listdir(tmp_path) == ["outputs"] and os.listdir(logged[1])
+    assert os.listdir(tmp_path) == ["outputs"] and os.path.exists(logged[1]) == ("tensorboard" in names)
 
 
 # ------------------------------------------------------------------------------------------- refused in the driver
@@ -364,40 +262,6 @@ def test_encoder_decoder_model_is_refused(tiny: HFModelConfig, data: Path, tmp_p
     tiny.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="t5 is an encoder-decoder model"):
         check(run_config(tiny, data, GROUP, f"actor_rollout_ref.model.path={tmp_path}"))
-
-
-def test_llama_4_that_vllm_would_run_otherwise_is_refused(tiny: HFModelConfig, data: Path, tmp_path: Path) -> None:
-    """Rows have up to 116 tokens; vLLM reads of the option in generation_config.json only."""
-    config = run_config(tiny, data, GROUP, "actor_rollout_ref.rollout.name=vllm")
-    rollout, file = config.actor_rollout_ref.rollout, tmp_path / "generation_config.json"
-    config.actor_rollout_ref.model.path = str(tmp_path)
-    on, off = "is True in training .config.json., and False in vLLM", "is False in training .config.json., and True in"
-    cases = [  # trained with it, floor_scale, max_model_len, generation_config.json
-        (True, 116, 100, None, on),
-        (True, 116, 100, True, None),
-        (True, 116, None, None, None),  # the model's own limit, above 32,768
-        (True, 117, 100, None, None),  # longer than every row
-        (False, 116, None, None, off),
-        (False, 116, 100, None, None),
-        (False, 116, None, False, None),
-    ]
-    for trained, floor_scale, rollout.max_model_len, written, refused in cases:
-        text = Llama4TextConfig(floor_scale=floor_scale, attn_temperature_tuning=trained)
-        file.write_text(json.dumps({} if written is None else {"attn_temperature_tuning": written}))
-        with nullcontext() if refused is None else pytest.raises(ValueError, match=refused):
-            llama4_rollout.check(config, text, str(tmp_path), preflight.longest_row(config))
-
-
-def test_llama_4_is_checked_in_the_driver_where_verl_has_copied_it_to(
-    tiny: HFModelConfig, data: Path, tmp_path: Path, hdfs: Callable[[Path], str]
-) -> None:
-    architecture = ["Llama4ForCausalLM"]
-    Llama4TextConfig(architectures=architecture, hidden_size=64, floor_scale=64).save_pretrained(tmp_path / "model")
-    tiny.tokenizer.save_pretrained(tmp_path / "model")
-    path = hdfs(tmp_path / "model")
-    options = (f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.rollout.max_model_len=128")
-    with pytest.raises(ValueError, match=f"attn_temperature_tuning is True in training.*{tmp_path}/copies"):
-        check(run_config(tiny, data, GROUP, *options, "actor_rollout_ref.rollout.name=vllm"))
 
 
 def test_kernels_are_checked_in_the_driver(tiny: HFModelConfig, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@
     liveness.py   notices a rank that has died or stands still
     exchange.py   sums gradients over the ranks, part by part
     shared_reads.py    brings weights from the host once: each rank its part, and on to the others
-    read_choice.py     measures whether that is faster than that every rank reads all
+    read_choice.py     whether they do so, if asked by measuring what is faster
     pass_agreement.py  lets the ranks read the same units in the same order
     counts.py     counts by which ranks, and the streams of their devices, wait for each other
     mailboxes.py  memory of one rank into which another writes: of the device, or of the host

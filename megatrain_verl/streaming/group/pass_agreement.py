@@ -40,7 +40,7 @@ class PassAgreement:
     def plan(
         self, planner: PassPlanner, micro_batches: list[MicroBatch], ring: DeviceRing | None, own_bytes: int
     ) -> tuple[PassPlan, bool]:
-        """The plan of the next pass, and whether the slots of `ring` can stay; the latter is the same in all ranks.
+        """The plan of the next pass, and whether the slots of `ring` can stay, which ranks that read together agree on.
 
         Raises:
             ValueError: see `PassPlanner.plan`.

@@ -1,4 +1,4 @@
-"""Whether the ranks read weights together or each reads all of them: what is faster on this machine."""
+"""Whether the ranks read weights together or each reads all of them: if asked, what is faster on this machine."""
 
 import logging
 import time

@@ -1,8 +1,8 @@
 """Weights that all ranks need are read from host memory once: each rank reads its part and sends it to the others.
 
-A rank's part of a unit is the one that it updates and whose pages it has touched. It goes in chunks from the host into
-the rank's own device slot, and from there into the mailboxes of the others, who copy it into their slots. So the slots
-stay private, and while one chunk goes from device to device, the next one comes from the host.
+Where nothing is frozen, a rank's part of a unit is the one that it updates and whose pages it has touched. It goes in
+chunks from the host into the rank's own device slot, and from there into the mailboxes of the others, who copy it into
+their slots. So slots stay private, and while one chunk goes from device to device, the next one comes from the host.
 
 A count in shared memory says how many chunks a rank has sent; on CUDA the stream itself writes it and waits for it.
 As in the exchange of gradients, a mailbox has two slots used in turn: who sends chunk r + 2 has waited until the others
