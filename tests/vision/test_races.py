@@ -4,6 +4,7 @@ Nothing of a pass without images reads the weights of encoder and projector, but
 """
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +22,21 @@ ONLY_VISION = {"freeze": ["*language_model*", "lm_head*"]}  # no other update co
 SHARED = {"device_adamw": True, "optimizer_backend": "native"}
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """AdamW sizes the threads of the thread in which it runs, here that of the passes; sums depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def train(streams: SimulatedStreams | None, **settings: Any) -> list[Tensor]:
     """All masters after two steps, of which the first has images."""
     config = cases.tiny_config("qwen3_vl", num_hidden_layers=2)
     adamw = AdamWConfig(lr=1e-2, clip_grad=None)
     model = cases.plain_model(copy.deepcopy(config))
-    engine = oracle.make_engine(model, config, adamw, streams=streams, **settings)
+    engine = oracle.make_engine(model, config, adamw, streams=streams, cpu_threads=1, **settings)
     for step, images in enumerate((1, 0)):
         engine.zero_grad()
         batch = cases.pack(cases.rows("qwen3_vl", [images], seed=step))
