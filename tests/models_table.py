@@ -39,7 +39,8 @@ def cases(path: str) -> Iterator[tuple[str, str, str, bool]]:
     """(module, function, parameters, passed?) of every test of a junit file that was not skipped."""
     for case in ElementTree.parse(path).iter("testcase"):
         if case.find("skipped") is None:
-            function, _, parameters = case.get("name").partition("[")
+            name, _, _ = case.get("name").partition("@")  # pytest-xdist appends the group of a test
+            function, _, parameters = name.partition("[")
             failed = case.find("failure") is not None or case.find("error") is not None
             yield case.get("classname"), function, parameters.rstrip("]"), not failed
 
