@@ -49,3 +49,12 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     assert compiled > 0 or not request.node.stash.get(PASSED, False)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread in the test's thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -4,7 +4,6 @@ Nothing of a pass without images reads the weights of encoder and projector, but
 """
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,18 +16,11 @@ from megatrain_verl.streaming.simulated_streams import SimulatedStreams
 from tests import oracle
 from tests.vision import cases
 
+# AdamW sizes the threads of the thread in which it runs, here that of the passes, and sums depend on their number.
+pytestmark = pytest.mark.usefixtures("one_thread")
 ORDERS = 8
 ONLY_VISION = {"freeze": ["*language_model*", "lm_head*"]}  # no other update comes after those of the vision part
 SHARED = {"device_adamw": True, "optimizer_backend": "native"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """AdamW sizes the threads of the thread in which it runs, here that of the passes; sums depend on their number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def train(streams: SimulatedStreams | None, **settings: Any) -> list[Tensor]:
