@@ -8,7 +8,7 @@ CASE = '<testcase classname="{module}" name="{name}">{outcome}</testcase>'
 CASES = [
     ("tests.families.test_training", f"{STEPS}[Gemma-2-9B-1]", ""),
     ("tests.families.test_training", f"{STEPS}[Gemma-2-9B-3]", '<failure message="x"/>'),
-    ("tests.families.test_training", f"{STEPS}[Phi-4-3]", ""),
+    ("tests.families.test_training", f"{STEPS}[Phi-4-3]@test_training.py", ""),  # as named in parallel runs
     ("tests.families.test_training", f"{STEPS}[Phi-4-mini-3]", "<skipped/>"),
     ("tests.vision.test_parity", f"{STEPS}[gemma3-3-settings0]", ""),
     ("tests.test_hub_layout", "test_names_and_shapes_are_those_that_transformers_saves[gemma3]", ""),
